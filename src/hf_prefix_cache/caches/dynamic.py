@@ -1,0 +1,56 @@
+"""`PrefixDynamicCache`: grows in place, shares its prefix with snapshots and forks."""
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..compat import decoder_config
+from ..layers import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
+from ..snapshot import register_cache
+from .base import PrefixCache, attention_layers
+
+__all__ = ["PrefixDynamicCache"]
+
+
+class PrefixDynamicCache(PrefixCache, DynamicCache):
+    """A `DynamicCache` with snapshot, fork and crop.
+
+    It grows in place with spare room instead of copying the past at every step, copy-on-write against snapshots and
+    forks; with gradients on it concatenates, as Transformers does.
+
+    Args:
+        config: Configuration of the model it is for.
+
+    Raises:
+        UnsupportedLayerError: The model has layers of another kind than full, sliding or chunked attention.
+
+    Example:
+        >>> import hf_prefix_cache as hpc
+        >>> from transformers import LlamaConfig
+        >>> hpc.PrefixDynamicCache(config=LlamaConfig(num_hidden_layers=2)).get_seq_length()
+        0
+    """
+
+    strategy = "prefix-dynamic"
+    is_compileable = False  # Transformers would compile any subclass of DynamicCache whose layers allow it
+
+    def __init__(self, *, config: PreTrainedConfig) -> None:
+        layers = [
+            PrefixDynamicLayer() if spec.window is None else PrefixDynamicSlidingWindowLayer(spec.window)
+            for spec in attention_layers(config, type(self).__name__)
+        ]
+        Cache.__init__(self, layers=layers)
+        self._config, self._options = decoder_config(config), {}
+
+    def unshare(self) -> None:
+        """Copy what is shared with snapshots and forks into own storage.
+
+        Decoding then grows in place instead of gathering the shared prefix at every step: faster, for the memory
+        of a plain cache.
+        """
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.unshare()
+
+
+register_cache(PrefixDynamicCache.strategy, PrefixDynamicCache)

@@ -1,0 +1,58 @@
+"""`PrefixStaticCache`: buffers of a fixed size and address, for compiled code."""
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, StaticCache
+
+from ..compat import decoder_config
+from ..exceptions import BatchSizeError, CacheCapacityError
+from ..layers import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
+from ..snapshot import register_cache
+from .base import PrefixCache, attention_layers
+
+__all__ = ["PrefixStaticCache"]
+
+
+class PrefixStaticCache(PrefixCache, StaticCache):
+    """A `StaticCache` with snapshot, restore in place, fork and crop.
+
+    All operations but `fork` keep the tensors' addresses, so compiled code stays valid. Batches smaller than the
+    buffers use their first rows.
+
+    Args:
+        config: Configuration of the model it is for.
+        max_cache_len: Tokens that it holds at most.
+        max_batch_size: Rows that it holds at most; by default those of the first batch.
+
+    Raises:
+        UnsupportedLayerError: The model has layers of another kind than full, sliding or chunked attention.
+        CacheCapacityError: ``max_cache_len`` is below 1.
+        BatchSizeError: ``max_batch_size`` is below 1.
+
+    Example:
+        >>> import hf_prefix_cache as hpc
+        >>> from transformers import LlamaConfig
+        >>> hpc.PrefixStaticCache(config=LlamaConfig(num_hidden_layers=2), max_cache_len=64).get_max_length()
+        64
+    """
+
+    strategy = "prefix-static"
+
+    def __init__(self, *, config: PreTrainedConfig, max_cache_len: int, max_batch_size: int | None = None) -> None:
+        if max_cache_len < 1:
+            raise CacheCapacityError(f"max_cache_len is {max_cache_len}; it must be at least 1")
+        if max_batch_size is not None and max_batch_size < 1:
+            raise BatchSizeError(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        layers = [
+            PrefixStaticLayer(max_cache_len=max_cache_len)
+            if spec.window is None
+            else PrefixStaticSlidingWindowLayer(max_cache_len=max_cache_len, sliding_window=spec.window)
+            for spec in attention_layers(config, type(self).__name__)
+        ]
+        for layer in layers:
+            layer.max_batch_size = max_batch_size
+        Cache.__init__(self, layers=layers)
+        self._config = decoder_config(config)
+        self._options = {"max_cache_len": max_cache_len, "max_batch_size": max_batch_size}
+
+
+register_cache(PrefixStaticCache.strategy, PrefixStaticCache)

@@ -1,0 +1,173 @@
+"""Everything this package knows of Transformers' internals, checked when it is imported.
+
+No other module reaches past Transformers' documented names. When a release moves something that is relied on here, the
+import fails with `IncompatibleTransformersError`, which names what moved.
+"""
+
+import inspect
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .exceptions import IncompatibleTransformersError
+
+__all__ = [
+    "CACHE_ARGUMENT",
+    "DECODER_HOOKS",
+    "CacheSizing",
+    "LayerSpec",
+    "attention_implementation",
+    "cache_argument",
+    "decoder_config",
+    "generation_mixin",
+    "layer_specs",
+    "name_lists",
+    "original_max_positions",
+    "output_cache",
+]
+
+_GENERATION = "transformers.generation.utils"
+_GENERATION_CONFIG = "transformers.generation.configuration_utils"
+
+# The methods of `GenerationMixin` that registration wraps, with the parameters it passes on by name.
+DECODER_HOOKS: dict[str, tuple[str, ...]] = {
+    "generate": ("inputs", "generation_config"),
+    "_prepare_cache_for_generation": (
+        "generation_config",
+        "model_kwargs",
+        "generation_mode",
+        "batch_size",
+        "max_cache_length",
+    ),
+    "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+}
+
+# The tuples that `GenerationConfig.validate` looks names up in: every name goes into the first, static ones into both.
+_ALL_NAMES, _STATIC_NAMES = "ALL_CACHE_IMPLEMENTATIONS", "ALL_STATIC_CACHE_IMPLEMENTATIONS"
+
+
+def _moved(name: str) -> IncompatibleTransformersError:
+    return IncompatibleTransformersError(
+        f"transformers {transformers.__version__} has no {name}, which hf-prefix-cache relies on; install a release "
+        "that this version supports (transformers>=5.20,<6), or a newer hf-prefix-cache"
+    )
+
+
+def _lookup(module_name: str, name: str) -> Any:
+    try:
+        found: Any = import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise _moved(f"{module_name}.{name}") from error
+    return found
+
+
+_get_layer_types_and_kwargs = _lookup("transformers.cache_utils", "get_layer_types_and_kwargs")
+for _name in ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"):
+    _lookup("transformers.cache_utils", _name)
+for _name, _parameters in DECODER_HOOKS.items():
+    _found = inspect.signature(_lookup(_GENERATION, f"GenerationMixin.{_name}")).parameters
+    for _parameter in _parameters:
+        if _parameter not in _found:
+            raise _moved(f"{_GENERATION}.GenerationMixin.{_name}({_parameter})")
+for _name in (_ALL_NAMES, _STATIC_NAMES):
+    _lookup(_GENERATION_CONFIG, _name)
+
+_PREPARE_INPUTS = inspect.signature(_lookup(_GENERATION, "GenerationMixin.prepare_inputs_for_generation")).parameters
+if not {"cache", "past_key_values"} & set(_PREPARE_INPUTS):
+    raise _moved(f"{_GENERATION}.GenerationMixin.prepare_inputs_for_generation(cache)")
+
+CACHE_ARGUMENT: str = "cache" if "cache" in _PREPARE_INPUTS else "past_key_values"
+"""The keyword under which ``forward`` and ``generate`` take a cache: ``cache`` from 5.24, before ``past_key_values``."""
+
+
+class LayerSpec(NamedTuple):
+    """What one layer of a model keeps: Transformers' layer type, and its window in tokens where it has one."""
+
+    kind: str
+    window: int | None
+
+
+class CacheSizing(NamedTuple):
+    """What ``generate`` knows when it makes a cache: rows after expansion, and tokens at most."""
+
+    batch_size: int
+    max_length: int
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the text decoder's part of ``config``."""
+    return config.get_text_config(decoder=True)
+
+
+def layer_specs(config: PreTrainedConfig) -> list[LayerSpec]:
+    """Return one `LayerSpec` for each layer of the decoder of ``config``."""
+    kinds, options = _get_layer_types_and_kwargs(decoder_config(config))
+    return [
+        LayerSpec(kind, layer_options.get("sliding_window"))
+        for kind, layer_options in zip(kinds, options, strict=True)
+    ]
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """Return ``cache`` as keyword arguments for a model's ``forward`` or ``generate`` on this release."""
+    return {CACHE_ARGUMENT: cache}
+
+
+def output_cache(outputs: Any) -> Any:
+    """Return the cache that a model's output holds, or None."""
+    return outputs.get(CACHE_ARGUMENT)
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    """Return the name of the attention implementation that ``config`` selects."""
+    return str(config._attn_implementation)
+
+
+def generation_mixin() -> type:
+    """Return the class whose methods every generating model inherits."""
+    return _lookup(_GENERATION, "GenerationMixin")  # type: ignore[no-any-return]
+
+
+def name_lists() -> tuple[Any, Sequence[str]]:
+    """Return the module that lists valid ``cache_implementation`` names, and the attributes: all names, static ones."""
+    return import_module(_GENERATION_CONFIG), (_ALL_NAMES, _STATIC_NAMES)
+
+
+def original_max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the length at which the rotary scaling of ``config`` changes, or None where it never does.
+
+    Dynamic NTK and longrope use other frequencies once a sequence is longer than this, for all of its tokens: keys
+    computed on one side are wrong on the other.
+    """
+    config = decoder_config(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for entry in nested:
+        if entry.get("rope_type") in ("dynamic", "longrope"):
+            original = entry.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(original or config.max_position_embeddings)
+    return None
+
+
+def refuse_cache_keyword(cache_class: type) -> None:
+    """Before 5.24, make ``model(cache=...)`` raise: models there swallow the name silently and ignore the prefix."""
+    if CACHE_ARGUMENT == "cache" or "__call__" in vars(PreTrainedModel):
+        return
+    module_call = PreTrainedModel.__call__
+
+    def call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("cache"), cache_class):
+            raise TypeError(
+                f"transformers {transformers.__version__} ignores the keyword `cache`, so the prefix would be "
+                "dropped silently; pass it as `past_key_values`"
+            )
+        return module_call(self, *args, **kwargs)
+
+    PreTrainedModel.__call__ = call

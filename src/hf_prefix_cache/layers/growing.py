@@ -1,0 +1,105 @@
+"""Keys and values that grow in place, with spare room, without touching what snapshots and forks still see."""
+
+import torch
+
+from .state import KeyValues
+
+__all__ = ["GrowingKeyValues"]
+
+# A buffer that is outgrown gets one twentieth of spare room: an append then copies 20 tokens on average, which is
+# little beside the reading of all of them that follows, and a fork holds at most 5 % more than its own tokens.
+_SPARE = 20
+
+
+class GrowingKeyValues:
+    """The own tokens of one layer: a window ``[start, stop)`` on buffers ``[rows, heads, capacity, head_dim]``.
+
+    Appending writes in place where nobody else can see the place written to; everywhere else (no room, a snapshot
+    that reaches further, gradients, a buffer made in inference mode and written outside of it) it moves to a new
+    buffer and leaves the old one as it is.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._keys, self._values = keys, values
+        self._start, self._stop = 0, keys.shape[-2]
+        self._frozen = self._stop  # somebody else may see the tokens before this index
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return self._stop - self._start
+
+    @property
+    def rows(self) -> int:
+        """Rows held."""
+        return self._keys.shape[0]
+
+    def view(self) -> KeyValues:
+        """Return the tokens held as views ``[rows, heads, tokens, head_dim]``."""
+        return KeyValues(
+            self._keys[..., self._start : self._stop, :],
+            self._values[..., self._start : self._stop, :],
+        )
+
+    def share(self) -> KeyValues:
+        """Return the tokens held as views that no later operation of this object changes."""
+        self._frozen = max(self._frozen, self._stop)
+        return self.view()
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the whole buffers, spare room included."""
+        return self._keys, self._values
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add tokens ``[rows, heads, tokens, head_dim]`` at the end."""
+        added = keys.shape[-2]
+        if torch.is_grad_enabled():
+            held = self.view()
+            self._take(torch.cat([held.keys, keys], dim=-2), torch.cat([held.values, values], dim=-2))
+            return
+        if not self._writable(added):
+            self._move(added)
+        stop = self._stop + added
+        self._keys[..., self._stop : stop, :] = keys
+        self._values[..., self._stop : stop, :] = values
+        self._stop = stop
+
+    def keep_first(self, tokens: int) -> None:
+        """Forget all but the first ``tokens`` tokens held."""
+        self._stop = self._start + tokens
+
+    def drop_first(self, tokens: int) -> None:
+        """Forget the first ``tokens`` tokens held; their room is given back when the buffer is outgrown."""
+        self._start += tokens
+
+    def select(self, rows: torch.Tensor) -> "GrowingKeyValues":
+        """Return a new object with copies of ``rows``."""
+        held = self.view()
+        index = rows.to(held.keys.device)
+        return GrowingKeyValues(held.keys.index_select(0, index), held.values.index_select(0, index))
+
+    def _writable(self, added: int) -> bool:
+        return (
+            self._stop >= self._frozen
+            and self._stop + added <= self._keys.shape[-2]
+            and not (self._keys.is_inference() and not torch.is_inference_mode_enabled())
+            and not self._keys.requires_grad
+        )
+
+    def _move(self, added: int) -> None:
+        held = self.view()
+        tokens = self.tokens + added
+        capacity = tokens + tokens // _SPARE
+        buffers = []
+        for tensor in held:
+            buffer = tensor.new_empty((*tensor.shape[:2], capacity, tensor.shape[-1]))
+            buffer[..., : self.tokens, :] = tensor
+            buffers.append(buffer)
+        tokens = self.tokens
+        self._keys, self._values = buffers
+        self._start, self._stop, self._frozen = 0, tokens, 0
+
+    def _take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._keys, self._values = keys, values
+        self._start, self._stop = 0, keys.shape[-2]
+        self._frozen = self._stop

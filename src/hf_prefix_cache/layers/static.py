@@ -1,0 +1,339 @@
+"""Attention layers with buffers of a fixed size, for compiled code: full attention, and sliding or chunked windows."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from ..exceptions import BatchSizeError, CacheCapacityError
+from .state import AttentionState, KeyValues
+
+__all__ = ["PrefixStaticLayer", "PrefixStaticSlidingWindowLayer"]
+
+
+class _StaticRows(StaticLayer):
+    """What both kinds share: buffers ``[max rows, heads, max_cache_len, head_dim]`` of which the first rows are in use.
+
+    Everything works in place and keeps the tensors' addresses. The one exception is a buffer made in inference mode
+    and written outside of it, which PyTorch forbids: it is cloned once.
+    """
+
+    window: int | None = None
+    max_batch_size: int | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the buffers, with ``max_batch_size`` rows where that was asked for."""
+        rows = key_states.shape[0]
+        wanted = max(rows, self.max_batch_size or rows)
+        super().lazy_initialization(
+            key_states[:1, :, :0].expand(wanted, -1, -1, -1), value_states[:1, :, :0].expand(wanted, -1, -1, -1)
+        )
+        self.dtype = key_states.dtype
+        self.active_rows = rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write tokens ``[rows, heads, tokens, head_dim]`` and return the buffers' rows in use.
+
+        Raises:
+            BatchSizeError: More rows than the buffers have, or other rows than those held.
+            CacheCapacityError: More tokens than the buffers have room for.
+        """
+        rows = key_states.shape[0]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.check_rows(rows)
+        self.check_room(key_states.shape[-2])
+        self.active_rows = rows
+        self._leave_inference_mode()
+        if rows == self.batch_size:
+            return super().update(key_states, value_states, *args, **kwargs)
+        whole = self.keys, self.values
+        self.keys, self.values = self.keys[:rows], self.values[:rows]
+        try:
+            return super().update(key_states, value_states, *args, **kwargs)
+        finally:
+            self.keys, self.values = whole
+
+    def check_rows(self, rows: int) -> None:
+        """Raise `BatchSizeError` unless a batch of ``rows`` fits the buffers and continues what is held."""
+        if not self.is_initialized:
+            return
+        if rows > self.batch_size:
+            raise BatchSizeError(
+                f"the batch has {rows} rows but the static cache holds {self.batch_size}; make it with "
+                f"max_batch_size={rows}, or fork it with batch_size={rows}"
+            )
+        if rows != self.active_rows and not torch.compiler.is_compiling() and self.seen():
+            raise BatchSizeError(
+                f"the batch has {rows} rows but the cache holds {self.active_rows} filled ones; fork the cache with "
+                f"batch_size={rows}, or select rows with batch_select_indices"
+            )
+
+    @abstractmethod
+    def check_room(self, added: int) -> None:
+        """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held."""
+
+    @abstractmethod
+    def seen(self) -> int:
+        """Return the tokens seen, as a plain int."""
+
+    @abstractmethod
+    def set_length(self, length: int) -> None:
+        """Set the number of tokens seen, in place."""
+
+    @property
+    def rows(self) -> int | None:
+        """Rows in use, or None while nothing is held."""
+        return self.active_rows if self.is_initialized and self.seen() else None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row ``i`` what row ``beam_idx[i]`` was, in place.
+
+        Raises:
+            BatchSizeError: More rows than the buffers have.
+        """
+        if not self.is_initialized or not self.seen():
+            return
+        rows = len(beam_idx)
+        if rows > self.batch_size:
+            raise BatchSizeError(
+                f"{rows} rows were asked for but the static cache holds {self.batch_size}; make it with "
+                f"max_batch_size={rows}, or fork it with batch_size={rows}"
+            )
+        index = beam_idx.to(self.keys.device)
+        self._leave_inference_mode()
+        with torch.no_grad():
+            for buffer in (self.keys, self.values):
+                buffer.detach()[:rows].copy_(buffer.detach().index_select(0, index))
+        self.active_rows = rows
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row in use ``repeats`` times in place of itself, in place.
+
+        Raises:
+            BatchSizeError: More rows than the buffers have.
+        """
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.active_rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that ``indices`` (positions or a boolean mask) names, in that order, in place.
+
+        Raises:
+            BatchSizeError: More rows than the buffers have.
+        """
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.active_rows)[indices.cpu()])
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay where they are."""
+        if self.is_initialized:
+            self._forget_graph()
+        super().reset()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every tensor held."""
+        return [self.keys, self.values] if self.is_initialized else []
+
+    def held(self) -> int:
+        """Return how many tokens the buffers hold."""
+        return min(self.seen(), self.max_cache_len)
+
+    def lost(self) -> int:
+        """Return how many of them, at the front, are not to be used."""
+        return 0
+
+    def state(self) -> AttentionState:
+        """Return what is held as views of the buffers: for questions, not for keeping."""
+        if not self.is_initialized or not self.seen():
+            return AttentionState((), 0, self.window)
+        rows = KeyValues(self.keys[: self.active_rows], self.values[: self.active_rows])
+        return AttentionState((rows.slice(self.lost(), self.held()).detach(),), self.seen(), self.window)
+
+    def share(self) -> AttentionState:
+        """Return a copy of what is held."""
+        return self.state().compact()
+
+    def can_crop_to(self, length: int) -> bool:
+        """Return whether the first ``length`` tokens can be kept exactly."""
+        return self.state().can_crop_to(length)
+
+    def load(self, state: AttentionState, rows: int) -> None:
+        """Copy ``state`` into the buffers for a batch of ``rows``; their addresses stay.
+
+        Raises:
+            BatchSizeError: More rows than the buffers have.
+            CacheCapacityError: More tokens than the buffers hold.
+        """
+        self.check_load(state, rows)
+        if not state.length:
+            self.reset()
+            return
+        sample = state.segments[-1]
+        if not self.is_initialized:
+            shape = (rows, *sample.keys.shape[1:2], 0)
+            self.lazy_initialization(
+                sample.keys.new_empty((*shape, sample.keys.shape[-1])),
+                sample.values.new_empty((*shape, sample.values.shape[-1])),
+            )
+        self._forget_graph()
+        held = state.length - state.first
+        position = max(0, min(state.length, self.max_cache_len) - held)
+        skipped = max(0, held - self.max_cache_len)
+        with torch.no_grad():
+            for segment in state.segments:
+                dropped = min(skipped, segment.tokens)
+                skipped -= dropped
+                part = segment.slice(dropped, segment.tokens)
+                for buffer, tensor in zip((self.keys, self.values), part, strict=True):
+                    buffer[:rows, :, position : position + part.tokens] = tensor
+                position += part.tokens
+        self.active_rows = rows
+        self.set_length(state.length)
+
+    def check_load(self, state: AttentionState, rows: int) -> None:
+        """Raise unless `load` would work."""
+        if self.is_initialized and rows > self.batch_size:
+            raise BatchSizeError(
+                f"{rows} rows were asked for but the static cache holds {self.batch_size}; make a new one for them"
+            )
+
+    def _forget_graph(self) -> None:
+        self._leave_inference_mode()
+        for buffer in (self.keys, self.values):
+            if buffer.requires_grad:
+                buffer.detach_()
+
+    def _leave_inference_mode(self) -> None:
+        if torch.is_inference_mode_enabled():
+            return
+        if self.keys.is_inference():
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        if self.cumulative_length.is_inference():
+            self.cumulative_length = self.cumulative_length.clone()
+
+
+class PrefixStaticLayer(_StaticRows):
+    """A full-attention layer of fixed size."""
+
+    is_croppable = True
+
+    def seen(self) -> int:
+        """Return the tokens seen, as a plain int."""
+        return int(self.cumulative_length)
+
+    def check_room(self, added: int) -> None:
+        """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held."""
+        if torch.compiler.is_compiling() or (added == 1 and self.cumulative_length.device.type != "cpu"):
+            return  # reading the length would break the graph, or wait for the device at every step
+        if self.seen() + added > self.max_cache_len:
+            raise CacheCapacityError(
+                f"{added} tokens do not fit behind the {self.seen()} held by a static cache with max_cache_len "
+                f"{self.max_cache_len}; make it with max_cache_len of at least {self.seen() + added}"
+            )
+
+    def check_load(self, state: AttentionState, rows: int) -> None:
+        """Raise unless `load` would work."""
+        super().check_load(state, rows)
+        if state.length > self.max_cache_len:
+            raise CacheCapacityError(
+                f"max_cache_len is {self.max_cache_len} but the prefix alone has {state.length} tokens; pass "
+                f"max_cache_len of at least {state.length} plus the tokens you will add"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens, in place."""
+        self.crop_to(max(0, self.seen() + tokens_to_remove))
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens, in place."""
+        self.set_length(length)
+
+    def set_length(self, length: int) -> None:
+        """Set the number of tokens seen, in place."""
+        self._leave_inference_mode()
+        self.cumulative_length.fill_(length)
+
+
+class PrefixStaticSlidingWindowLayer(_StaticRows, StaticSlidingWindowLayer):
+    """A layer of fixed size with a sliding window or chunk.
+
+    The buffers hold one token more than the next one attends to, so that the last token can always be taken back.
+    """
+
+    def __init__(self, max_cache_len: int, sliding_window: int) -> None:
+        StaticSlidingWindowLayer.__init__(self, max_cache_len=max_cache_len, sliding_window=sliding_window)
+        self.window = sliding_window
+        self.total_len = max_cache_len
+        self._held_from = 0  # position of the first token that may be used
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every token stays in the window, so that any crop can be undone."""
+        return self.total_len <= (self.window or 0)
+
+    def seen(self) -> int:
+        """Return the tokens seen, as a plain int."""
+        return self.cumulative_length_int
+
+    def check_room(self, added: int) -> None:
+        """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held."""
+        if self.seen() + added > self.total_len and not torch.compiler.is_compiling():
+            raise CacheCapacityError(
+                f"{added} tokens do not fit behind the {self.seen()} held by a static cache with max_cache_len "
+                f"{self.total_len}; make it with max_cache_len of at least {self.seen() + added}"
+            )
+
+    def check_load(self, state: AttentionState, rows: int) -> None:
+        """Raise unless `load` would work."""
+        super().check_load(state, rows)
+        if state.length > self.total_len:
+            raise CacheCapacityError(
+                f"max_cache_len is {self.total_len} but the prefix alone has {state.length} tokens; pass "
+                f"max_cache_len of at least {state.length} plus the tokens you will add"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; `can_crop_to` says whether that is possible."""
+        self.crop_to(max(0, self.seen() + tokens_to_remove))
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens, in place."""
+        first = self.state().first
+        removed = self.seen() - length
+        self._leave_inference_mode()
+        if removed and self.seen() > self.max_cache_len and length >= self.max_cache_len:
+            # The window is full and stays full: its tokens move up. What moves in at the front is out of the window.
+            with torch.no_grad():
+                for buffer in (self.keys, self.values):
+                    buffer.copy_(buffer.roll(removed, dims=-2))
+        self.set_length(length)
+        self._held_from = first
+
+    def set_length(self, length: int) -> None:
+        """Set the number of tokens seen, in place."""
+        self._leave_inference_mode()
+        self.cumulative_length_int = length
+        self.cumulative_length.fill_(min(length, self.max_cache_len))
+
+    def lost(self) -> int:
+        """Return how many of the tokens in the buffers, at the front, are not to be used."""
+        return max(0, self._held_from - (self.seen() - self.held()))
+
+    def load(self, state: AttentionState, rows: int) -> None:
+        """Copy the end of ``state`` into the buffers for a batch of ``rows``; their addresses stay.
+
+        Raises:
+            BatchSizeError: More rows than the buffers have.
+            CacheCapacityError: More tokens than the cache was made for.
+        """
+        super().load(state, rows)
+        self._held_from = state.first
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay where they are."""
+        super().reset()
+        self._held_from = 0

@@ -1,0 +1,182 @@
+"""A prefix at a moment: an immutable value that caches start from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .exceptions import (
+    FingerprintMismatchError,
+    LossyPrefixError,
+    NotCroppableError,
+    SnapshotIncompleteError,
+    UnknownStrategyError,
+)
+from .fingerprint import fingerprint_of
+from .layers import AttentionState
+from .storage import storage_bytes
+
+if TYPE_CHECKING:
+    from .caches import PrefixCache
+
+__all__ = ["PrefixSnapshot", "register_cache"]
+
+_caches: dict[str, "Callable[..., PrefixCache]"] = {}
+
+
+def register_cache(strategy: str, build: "Callable[..., PrefixCache]") -> None:
+    """Say how `PrefixSnapshot.to_cache` makes a cache of ``strategy``."""
+    _caches[strategy] = build
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixSnapshot:
+    """A computed prefix. Whatever its cache does later, its bytes do not change.
+
+    Attributes:
+        layers: What each layer holds.
+        seq_length: Tokens of the prefix.
+        batch_size: Rows; a prefix that was prefilled has one.
+        strategy: Name of the strategy that filled it.
+        config: Configuration of the decoder that it belongs to.
+        input_ids: Its token ids, int64 ``[batch, seq_length]`` on the CPU, or None where the cache was not told.
+        next_logits: Logits after its last token, ``[batch, vocab]``, or None.
+        fingerprint: Digest of the model that computed it, or None.
+        padding_mask: Bool ``[batch, seq_length]``, False at padding; None where there is none.
+        is_lossy: Whether the strategy keeps less than the model computed.
+    """
+
+    layers: tuple[AttentionState, ...]
+    seq_length: int
+    batch_size: int
+    strategy: str
+    config: PreTrainedConfig
+    input_ids: torch.Tensor | None = None
+    next_logits: torch.Tensor | None = None
+    fingerprint: str | None = None
+    padding_mask: torch.Tensor | None = None
+    is_lossy: bool = False
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixSnapshot({self.seq_length} tokens, batch_size={self.batch_size}, strategy={self.strategy!r}, "
+            f"{self.nbytes / 1e6:.1f} MB)"
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of keys and values held."""
+        return [tensor for layer in self.layers for tensor in layer.tensors()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor storage held, next logits included; storage held twice counts once."""
+        extra = [tensor for tensor in (self.next_logits, self.input_ids, self.padding_mask) if tensor is not None]
+        return storage_bytes([*self.tensors, *extra])
+
+    def can_crop_to(self, length: int) -> bool:
+        """Return whether `crop_to` works: a window that has moved on cannot go back by more than one token."""
+        return all(layer.can_crop_to(length) for layer in self.layers)
+
+    def crop_to(self, length: int) -> "PrefixSnapshot":
+        """Return a snapshot of the first ``length`` tokens. No copy; ``next_logits`` is then None.
+
+        Args:
+            length: Tokens to keep, from 0 to ``seq_length``.
+
+        Raises:
+            NotCroppableError: A layer no longer has what the shorter prefix needs.
+        """
+        if length == self.seq_length:
+            return self
+        if not self.can_crop_to(length):
+            raise NotCroppableError(
+                f"this snapshot of {self.seq_length} tokens cannot be cropped to {length}: "
+                f"{_why_not(self.layers, length)}; take a snapshot at that length when it is computed"
+            )
+        return replace(
+            self,
+            layers=tuple(layer.crop_to(length) for layer in self.layers),
+            seq_length=length,
+            input_ids=None if self.input_ids is None else self.input_ids[:, :length],
+            padding_mask=None if self.padding_mask is None else self.padding_mask[:, :length],
+            next_logits=None,
+        )
+
+    def compact(self) -> "PrefixSnapshot":
+        """Return an equal snapshot with storage of its own and no spare room."""
+        return replace(self, layers=tuple(layer.compact() for layer in self.layers))
+
+    def to(self, device: torch.device | str) -> "PrefixSnapshot":
+        """Return the snapshot with its keys, values and logits on ``device``; token ids stay on the CPU."""
+        return replace(
+            self,
+            layers=tuple(layer.to(device) for layer in self.layers),
+            next_logits=None if self.next_logits is None else self.next_logits.to(device),
+            padding_mask=None if self.padding_mask is None else self.padding_mask.to(device),
+        )
+
+    def to_cache(
+        self, strategy: str | None = None, batch_size: int = 1, *, allow_lossy: bool = False, **options: Any
+    ) -> "PrefixCache":
+        """Return a new cache that starts at this prefix.
+
+        Args:
+            strategy: Strategy of the cache; by default the one that filled the prefix.
+            batch_size: Rows of the cache; a prefix of one row is shared by all of them.
+            allow_lossy: Continue a lossy prefix in another strategy all the same.
+            **options: Options of the cache class, such as ``max_cache_len`` of `PrefixStaticCache`.
+
+        Raises:
+            UnknownStrategyError: No cache of that name.
+            LossyPrefixError: The prefix is lossy, the strategy another one, and ``allow_lossy`` was not given.
+            BatchSizeError: The prefix has several rows and ``batch_size`` is another number.
+            CacheCapacityError: The cache is too short for the prefix.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
+            >>> snapshot = hpc.PrefixCachedModel(model).prefill(torch.tensor([[1, 2, 3]]))
+            >>> snapshot.to_cache("prefix-static", max_cache_len=8).get_seq_length().item()
+            3
+        """
+        name = self.strategy if strategy is None else strategy
+        if name not in _caches:
+            raise UnknownStrategyError(f"strategy is {name!r}; a cache can be one of {', '.join(sorted(_caches))}")
+        if self.is_lossy and name != self.strategy and not allow_lossy:
+            raise LossyPrefixError(
+                f"this prefix was filled by {self.strategy!r}, which is lossy; pass allow_lossy=True to continue it "
+                f"in {name!r}"
+            )
+        cache = _caches[name](config=self.config, **options)
+        cache.load(self, batch_size=batch_size)
+        return cache
+
+    def verify(self, model: PreTrainedModel) -> None:
+        """Raise unless ``model`` is the one, in the state, that computed this prefix.
+
+        Raises:
+            SnapshotIncompleteError: The snapshot was taken without ``model=``.
+            FingerprintMismatchError: The model differs, or has changed since.
+        """
+        if self.fingerprint is None:
+            raise SnapshotIncompleteError(
+                "this snapshot does not know its model; take it with cache.snapshot(model=..., input_ids=...)"
+            )
+        current = fingerprint_of(model)
+        if current != self.fingerprint:
+            raise FingerprintMismatchError(
+                f"this snapshot was computed by a model with fingerprint {self.fingerprint[:12]}, but "
+                f"{type(model).__name__} now has {current[:12]}: other weights, settings or dtype; prefill it again"
+            )
+
+
+def _why_not(layers: tuple[AttentionState, ...], length: int) -> str:
+    if not 0 <= length <= layers[0].length:
+        return f"the length must be from 0 to {layers[0].length}"
+    index, layer = next((i, layer) for i, layer in enumerate(layers) if not layer.can_crop_to(length))
+    return f"layer {index} has a window of {layer.window} tokens and holds them only from token {layer.first} on"
