@@ -11,6 +11,7 @@ __all__ = [
     "FingerprintMismatchError",
     "IncompatibleTransformersError",
     "InputMismatchError",
+    "InvalidBudgetError",
     "InvalidTokensError",
     "LossyPrefixError",
     "MissingPackageError",
@@ -18,6 +19,7 @@ __all__ = [
     "PrefixCacheError",
     "RequestError",
     "SnapshotIncompleteError",
+    "StoreIntegrityError",
     "UnsupportedLayerError",
     "UnsupportedModelError",
     "UnknownOptionError",
@@ -79,6 +81,14 @@ class FingerprintMismatchError(PrefixCacheError, ValueError):
 
 class SnapshotIncompleteError(PrefixCacheError, ValueError):
     """A snapshot lacks what the operation needs (token ids, fingerprint or next logits)."""
+
+
+class InvalidBudgetError(PrefixCacheError, ValueError):
+    """A number of bytes, such as a store's budget, is not an integer in the allowed range."""
+
+
+class StoreIntegrityError(PrefixCacheError, RuntimeError):
+    """A store found itself inconsistent: a defect of this package, not of what it was given."""
 
 
 class LossyPrefixError(PrefixCacheError, ValueError):
