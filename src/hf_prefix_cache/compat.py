@@ -10,23 +10,25 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from .exceptions import IncompatibleTransformersError
 
 __all__ = [
     "CACHE_ARGUMENT",
     "DECODER_HOOKS",
-    "CacheSizing",
     "LayerSpec",
     "attention_implementation",
     "cache_argument",
     "decoder_config",
     "generation_mixin",
+    "keeps_padding_mask",
     "layer_specs",
     "name_lists",
     "original_max_positions",
     "output_cache",
+    "positions_follow_mask",
+    "refuse_cache_keyword",
 ]
 
 _GENERATION = "transformers.generation.utils"
@@ -44,6 +46,21 @@ DECODER_HOOKS: dict[str, tuple[str, ...]] = {
     ),
     "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
 }
+
+# ALiBi models without `position_ids` whose biases count over the attention mask.
+_POSITIONS_FROM_MASK = frozenset({"bloom"})
+# Models whose positions start behind the id of their padding token, not at 0.
+_POSITIONS_FROM_PADDING_ID = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
 
 # The tuples that `GenerationConfig.validate` looks names up in: every name goes into the first, static ones into both.
 _ALL_NAMES, _STATIC_NAMES = "ALL_CACHE_IMPLEMENTATIONS", "ALL_STATIC_CACHE_IMPLEMENTATIONS"
@@ -92,13 +109,6 @@ class LayerSpec(NamedTuple):
     window: int | None
 
 
-class CacheSizing(NamedTuple):
-    """What ``generate`` knows when it makes a cache: rows after expansion, and tokens at most."""
-
-    batch_size: int
-    max_length: int
-
-
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the text decoder's part of ``config``."""
     return config.get_text_config(decoder=True)
@@ -106,11 +116,14 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def layer_specs(config: PreTrainedConfig) -> list[LayerSpec]:
     """Return one `LayerSpec` for each layer of the decoder of ``config``."""
-    kinds, options = _get_layer_types_and_kwargs(decoder_config(config))
-    return [
+    config = decoder_config(config)
+    kinds, options = _get_layer_types_and_kwargs(config)
+    specs = [
         LayerSpec(kind, layer_options.get("sliding_window"))
         for kind, layer_options in zip(kinds, options, strict=True)
     ]
+    # Before 5.24, layers that read another layer's keys are left out of the list; from then on they are in it.
+    return specs + [LayerSpec("dummy", None)] * (config.num_hidden_layers - len(specs))
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
@@ -126,6 +139,11 @@ def output_cache(outputs: Any) -> Any:
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Return the name of the attention implementation that ``config`` selects."""
     return str(config._attn_implementation)
+
+
+def keeps_padding_mask(config: PreTrainedConfig) -> bool:
+    """Return whether a static cache needs its padding mask even where nothing is padded (FlashAttention)."""
+    return "flash" in attention_implementation(config)
 
 
 def generation_mixin() -> type:
@@ -154,6 +172,17 @@ def original_max_positions(config: PreTrainedConfig) -> int | None:
             )
             return int(original or config.max_position_embeddings)
     return None
+
+
+def positions_follow_mask(config: PreTrainedConfig) -> bool:
+    """Return whether models of ``config`` can skip padding: by ``position_ids`` from 0, or by counting over the mask."""
+    if config.model_type in _POSITIONS_FROM_MASK:
+        return True
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return True
+    takes_them = "position_ids" in inspect.signature(model_class.forward).parameters
+    return takes_them and config.model_type not in _POSITIONS_FROM_PADDING_ID
 
 
 def refuse_cache_keyword(cache_class: type) -> None:

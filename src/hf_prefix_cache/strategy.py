@@ -1,0 +1,117 @@
+"""Which cache for which model, device and memory, and why."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .caches.base import attention_layers
+from .compat import decoder_config
+from .exceptions import CacheCapacityError
+
+__all__ = ["StrategyChoice", "cache_bytes", "choose_strategy"]
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """A strategy with what it will take and why it was chosen.
+
+    Attributes:
+        strategy: Its name.
+        predicted_bytes: Bytes of keys and values that it will hold.
+        free_bytes: Bytes free on the model's device when it was chosen.
+        reasons: Why, in words.
+    """
+
+    strategy: str
+    predicted_bytes: int
+    free_bytes: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.strategy} ({self.predicted_bytes / 1e6:.1f} MB): " + "; ".join(self.reasons)
+
+
+def cache_bytes(config: PreTrainedConfig, *, tokens: int, batch_size: int = 1, dtype: torch.dtype) -> int:
+    """Return the bytes that keys and values of ``tokens`` tokens and ``batch_size`` rows take; windows hold their width.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+        >>> cache_bytes(config, tokens=10, dtype=torch.float32)
+        7680
+    """
+    decoder = decoder_config(config)
+    heads = getattr(decoder, "num_key_value_heads", None) or decoder.num_attention_heads
+    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+    held = sum(
+        tokens if spec.window is None else min(tokens, spec.window)
+        for spec in attention_layers(config, "a prefix cache")
+    )
+    return 2 * held * batch_size * heads * head_dim * dtype.itemsize
+
+
+def choose_strategy(model: PreTrainedModel, *, tokens: int | None = None, batch_size: int = 1) -> StrategyChoice:
+    """Choose a cache strategy for ``model`` where it is now.
+
+    Args:
+        model: The model.
+        tokens: Tokens per row at most, prompt and new ones; by default as many as the model can take.
+        batch_size: Rows.
+
+    Returns:
+        The choice, with its reasons.
+
+    Raises:
+        UnsupportedLayerError: The model has layers that no strategy holds exactly.
+        CacheCapacityError: No strategy fits the free memory.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=64, **sizes))
+        >>> choose_strategy(model).strategy
+        'prefix-dynamic'
+    """
+    device = model.device
+    limit = getattr(decoder_config(model.config), "max_position_embeddings", None)
+    length = tokens or limit or 4096
+    needed = cache_bytes(model.config, tokens=length, batch_size=batch_size, dtype=model.dtype)
+    free = free_bytes(device)
+    size = f"{batch_size} x {length} tokens take {needed / 1e6:.1f} MB, {free / 1e6:.0f} MB are free on {device}"
+    spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    if tokens is not None and needed > free:
+        raise CacheCapacityError(f"{size}: no strategy of this release fits; pass fewer rows or tokens")
+    if device.type == "cpu":
+        return StrategyChoice(
+            "prefix-dynamic",
+            needed,
+            free,
+            (size, "Transformers does not compile on the CPU, so static shapes gain nothing"),
+        )
+    if spread:
+        return StrategyChoice(
+            "prefix-dynamic",
+            needed,
+            free,
+            (size, "the model is spread over devices, where static shapes do not compile"),
+        )
+    if tokens is None:
+        return StrategyChoice(
+            "prefix-dynamic",
+            needed,
+            free,
+            (size, "no length was given, so buffers of a fixed size would be guesswork"),
+        )
+    return StrategyChoice(
+        "prefix-static", needed, free, (size, f"decoding compiles for static shapes on {device.type}")
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes free on ``device``."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # comes with accelerate
+
+    return int(psutil.virtual_memory().available)
