@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .exceptions import IncompatibleTransformersError
 
@@ -99,7 +99,7 @@ if not {"cache", "past_key_values"} & set(_PREPARE_INPUTS):
     raise _moved(f"{_GENERATION}.GenerationMixin.prepare_inputs_for_generation(cache)")
 
 CACHE_ARGUMENT: str = "cache" if "cache" in _PREPARE_INPUTS else "past_key_values"
-"""The keyword under which ``forward`` and ``generate`` take a cache: ``cache`` from 5.24, before ``past_key_values``."""
+"""The keyword by which ``forward`` and ``generate`` take a cache: ``cache`` from 5.24, before ``past_key_values``."""
 
 
 class LayerSpec(NamedTuple):
@@ -148,11 +148,12 @@ def keeps_padding_mask(config: PreTrainedConfig) -> bool:
 
 def generation_mixin() -> type:
     """Return the class whose methods every generating model inherits."""
-    return _lookup(_GENERATION, "GenerationMixin")  # type: ignore[no-any-return]
+    mixin: type = _lookup(_GENERATION, "GenerationMixin")
+    return mixin
 
 
 def name_lists() -> tuple[Any, Sequence[str]]:
-    """Return the module that lists valid ``cache_implementation`` names, and the attributes: all names, static ones."""
+    """Return the module that lists ``cache_implementation`` names, and the attributes: all names, static ones."""
     return import_module(_GENERATION_CONFIG), (_ALL_NAMES, _STATIC_NAMES)
 
 
@@ -175,10 +176,10 @@ def original_max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def positions_follow_mask(config: PreTrainedConfig) -> bool:
-    """Return whether models of ``config`` can skip padding: by ``position_ids`` from 0, or by counting over the mask."""
+    """Return whether models of ``config`` can skip padding: by ``position_ids`` from 0, or by counting the mask."""
     if config.model_type in _POSITIONS_FROM_MASK:
         return True
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return True
     takes_them = "position_ids" in inspect.signature(model_class.forward).parameters
@@ -199,4 +200,4 @@ def refuse_cache_keyword(cache_class: type) -> None:
             )
         return module_call(self, *args, **kwargs)
 
-    PreTrainedModel.__call__ = call
+    PreTrainedModel.__call__ = call  # type: ignore[method-assign]

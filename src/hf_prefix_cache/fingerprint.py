@@ -5,19 +5,31 @@ import json
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .compat import attention_implementation, decoder_config
 
-__all__ = ["fingerprint_of", "invalidate_fingerprint"]
+__all__ = ["fingerprint_of", "invalidate_fingerprint", "same_architecture"]
 
 _SAMPLES = 8  # values of each parameter that are compared at every call
 _COLUMNS = 4096  # width in which a tensor's bytes are summed
 # Configuration entries that say how a model was saved or is called, not what it computes.
-_IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "use_cache", "architectures", "return_dict", "torchscript"})
+_IRRELEVANT = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    }
+)
 
 _lock = threading.RLock()
 _optimizer_steps = 0
@@ -60,7 +72,9 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> sizes = dict(
+        ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> before = fingerprint_of(model)
         >>> _ = torch.nn.init.ones_(model.lm_head.weight)
@@ -87,8 +101,22 @@ def invalidate_fingerprint(model: PreTrainedModel) -> None:
         _known.pop(model, None)
 
 
+def same_architecture(config: PreTrainedConfig, other: PreTrainedConfig) -> bool:
+    """Return whether two decoder configurations describe models that compute the same, but for weights and dtype."""
+    if config is other:
+        return True
+    ours, theirs = _entries(config), _entries(other)
+    ours.pop("dtype", None)
+    theirs.pop("dtype", None)
+    return ours == theirs
+
+
+def _entries(config: PreTrainedConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+
+
 def _settings(model: PreTrainedModel) -> str:
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
+    config = _entries(model.config)
     decoder = decoder_config(model.config)
     return json.dumps(
         [type(model).__name__, attention_implementation(decoder), _drops_out(model, config), config],

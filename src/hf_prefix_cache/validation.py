@@ -27,7 +27,8 @@ def check_strategy(strategy: str, *, available: Sequence[str] = STRATEGIES) -> s
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of token ids that the input embeddings of ``model`` know."""
-    return int(model.get_input_embeddings().weight.shape[0])
+    weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight.shape[0]
 
 
 def check_token_ids(

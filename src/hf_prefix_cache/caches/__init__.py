@@ -1,7 +1,8 @@
 """Prefix caches: subclasses of Transformers' caches with snapshot, restore, fork and crop."""
 
-from .base import PreparedInputs, PrefixCache, total_nbytes
+from .base import PrefixCache, total_nbytes
 from .dynamic import PrefixDynamicCache
+from .padding import PreparedInputs
 from .static import PrefixStaticCache
 
 __all__ = ["PrefixCache", "PrefixDynamicCache", "PrefixStaticCache", "PreparedInputs", "total_nbytes"]

@@ -1,12 +1,12 @@
-"""What all prefix caches can do beyond Transformers' caches: snapshot, restore, fork, crop and padded inputs."""
+"""What all prefix caches can do beyond Transformers' caches: snapshot, restore, fork and crop."""
 
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
-from ..compat import LayerSpec, decoder_config, layer_specs
+from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword
 from ..exceptions import (
     BatchSizeError,
     FingerprintMismatchError,
@@ -15,29 +15,16 @@ from ..exceptions import (
     UnsupportedLayerError,
     UnsupportedModelError,
 )
-from ..fingerprint import fingerprint_of
+from ..fingerprint import fingerprint_of, same_architecture
 from ..snapshot import PrefixSnapshot
 from ..storage import storage_bytes
-from ..validation import check_mask, check_token_ids, vocabulary_size
+from ..validation import check_token_ids, vocabulary_size
+from .padding import PaddingAwareCache
 
-__all__ = ["PreparedInputs", "PrefixCache", "attention_layers", "total_nbytes"]
+__all__ = ["PrefixCache", "attention_layers", "total_nbytes"]
 
 _Self = TypeVar("_Self", bound="PrefixCache")
 _WINDOWED = ("sliding_attention", "chunked_attention")
-
-
-class PreparedInputs(NamedTuple):
-    """What a raw ``forward`` call on padded rows needs beside the token ids.
-
-    Attributes:
-        input_ids: The new tokens, int64 ``[rows, new]``.
-        position_ids: Their positions, counted over tokens and not over padding, int64 ``[rows, new]``.
-        attention_mask: 1 for tokens and 0 for padding, cached part included, int64 ``[rows, cached + new]``.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor
 
 
 def attention_layers(config: PreTrainedConfig, cache_name: str) -> list[LayerSpec]:
@@ -45,7 +32,13 @@ def attention_layers(config: PreTrainedConfig, cache_name: str) -> list[LayerSpe
 
     Raises:
         UnsupportedLayerError: Another kind.
+        UnsupportedModelError: The model has an encoder, whose cross-attention needs a cache of its own.
     """
+    if decoder_config(config).is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} describes a model with an encoder, which {cache_name} does not serve; use "
+            "Transformers' EncoderDecoderCache"
+        )
     specs = layer_specs(config)
     for index, spec in enumerate(specs):
         if spec.kind != "full_attention" and spec.kind not in _WINDOWED:
@@ -56,21 +49,14 @@ def attention_layers(config: PreTrainedConfig, cache_name: str) -> list[LayerSpe
     return specs
 
 
-class PrefixCache(Cache):
+class PrefixCache(PaddingAwareCache):
     """Base of all prefix caches; see `PrefixDynamicCache` and `PrefixStaticCache`."""
 
     strategy: str
-    _config: PreTrainedConfig
     _options: dict[str, Any]
-    _padding: torch.Tensor | None = None
     _known_ids: torch.Tensor | None = None
 
     # -- what is held ------------------------------------------------------------------------------------------------
-
-    @property
-    def seq_length(self) -> int:
-        """Tokens held, padding included, as a plain int."""
-        return int(self.get_seq_length())
 
     @property
     def rows(self) -> int | None:
@@ -79,16 +65,23 @@ class PrefixCache(Cache):
         return rows
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of keys and values held."""
+        return [tensor for layer in self.layers for tensor in layer.tensors()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of tensor storage held, spare room included; storage shared between layers counts once."""
-        return storage_bytes(tensor for layer in self.layers for tensor in layer.tensors())
+        return storage_bytes(self.tensors)
 
     @property
     def known_ids(self) -> torch.Tensor | None:
         """Token ids ``[rows or 1, n]`` of the first tokens held, as far as the cache was told; else None."""
-        if self._known_ids is None:
-            return None
-        return self._known_ids[:, : self.seq_length]
+        return self._known_ids
+
+    @known_ids.setter
+    def known_ids(self, input_ids: torch.Tensor | None) -> None:
+        self._known_ids = None if input_ids is None else input_ids[:, : self.seq_length].cpu()
 
     # -- snapshot, restore, fork -------------------------------------------------------------------------------------
 
@@ -130,7 +123,7 @@ class PrefixCache(Cache):
         length, rows = self.seq_length, self.rows
         if not length or rows is None:
             raise InputMismatchError("the cache is empty; run a forward with it before taking a snapshot")
-        if model is not None and decoder_config(model.config).to_dict() != self._config.to_dict():
+        if model is not None and not same_architecture(decoder_config(model.config), self._config):
             raise FingerprintMismatchError(
                 f"the cache was made for another configuration than that of the {type(model).__name__} passed as "
                 "model; pass the model that filled it"
@@ -155,7 +148,7 @@ class PrefixCache(Cache):
             input_ids=input_ids,
             next_logits=next_logits,
             fingerprint=None if model is None else fingerprint_of(model),
-            padding_mask=self._held_padding(),
+            padding_mask=self.padding_mask,
         )
 
     def restore(self, snapshot: PrefixSnapshot) -> None:
@@ -175,11 +168,10 @@ class PrefixCache(Cache):
             BatchSizeError, CacheCapacityError: It does not fit.
         """
         self._check_batch_size(batch_size, snapshot.batch_size)
-        kept, own = [layer.window for layer in snapshot.layers], [layer.window for layer in self.layers]
-        if kept != own:
+        if not same_architecture(snapshot.config, self._config):
             raise InputMismatchError(
-                f"the snapshot has {len(kept)} layers with windows {sorted(set(map(str, kept)))}, this cache has "
-                f"{len(own)} with {sorted(set(map(str, own)))}: they belong to different models"
+                f"the snapshot was taken with a {type(snapshot.config).__name__} and this cache was made for a "
+                f"{type(self._config).__name__} with other settings; use a cache made for the snapshot's model"
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.check_load(state, batch_size)
@@ -201,15 +193,16 @@ class PrefixCache(Cache):
         Raises:
             BatchSizeError: A number for a cache whose batch is not 1, or a number below 1.
         """
-        forked = type(self)(config=self._config, **self._options)
+        make: Callable[..., _Self] = type(self)
+        forked = make(config=self._config, **self._options)
         rows = self.rows
-        if rows is None:
-            return forked
-        wanted = rows if batch_size is None else batch_size
-        self._check_batch_size(wanted, rows)
+        wanted = batch_size if batch_size is not None else rows or 1
+        self._check_batch_size(wanted, rows or 1)
         for layer, own in zip(forked.layers, self.layers, strict=True):
             layer.load(own.share(), wanted)
-        padding = self._held_padding()
+            if getattr(own, "record_past", False):
+                layer.activate_past_recording()
+        padding = self.padding_mask
         forked._padding = None if padding is None else padding.expand(wanted, -1)
         forked._known_ids = self.known_ids
         return forked
@@ -229,19 +222,22 @@ class PrefixCache(Cache):
         Raises:
             NotCroppableError: More tokens than are held, or a window has moved on; nothing was changed.
         """
-        if not self.can_crop_to(length):
-            held = self.seq_length
-            reason = (
-                f"it holds {held} tokens"
-                if not 0 <= length <= held
-                else "a window has moved on and no longer holds the tokens before it"
-            )
+        held = self.seq_length
+        if not 0 <= length <= held:
             raise NotCroppableError(
-                f"the cache cannot be cropped to {length} tokens: {reason}; restore a snapshot taken at that length, "
-                "or call activate_past_recording before the tokens to undo are added"
+                f"the cache cannot be cropped to {length} tokens: it holds {held}; pass a length from 0 to {held}"
+            )
+        if not self.can_crop_to(length):
+            raise NotCroppableError(
+                f"the cache cannot be cropped from {held} to {length} tokens: a window has moved on and no longer "
+                "holds the tokens before it; restore a snapshot taken at that length, or call "
+                "activate_past_recording on a dynamic cache before the tokens to undo are added"
             )
         for layer in self.layers:
             layer.crop_to(length)
+        self._crop_padding(length)
+        if self._known_ids is not None:
+            self._known_ids = self._known_ids[:, :length]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (Transformers' rule: the argument is 0 or negative).
@@ -257,89 +253,60 @@ class PrefixCache(Cache):
                 f"crop was called with {tokens_to_remove}; it takes 0 or the negative number of tokens to remove: use "
                 f"crop_to({tokens_to_remove}) to keep the first {tokens_to_remove}"
             )
-        self.crop_to(self.seq_length + tokens_to_remove)
-
-    # -- raw forward calls on padded rows ----------------------------------------------------------------------------
-
-    def prepare_inputs(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
-    ) -> PreparedInputs:
-        """Return what a raw ``forward`` on this cache needs for ``input_ids``, padded on either side.
-
-        Models count positions from the length of the cache alone, which is wrong for padded rows. Padding of earlier
-        calls is remembered.
-
-        Args:
-            input_ids: The new tokens, ``[rows, new]``.
-            attention_mask: 1 for tokens and 0 for padding, ``[rows, new]`` or, cached tokens included,
-                ``[rows, cached + new]``; None where nothing is padded.
-
-        Raises:
-            InvalidTokensError: Ids that are empty, not integers or out of the vocabulary.
-            InputMismatchError: A mask of another shape.
-            BatchSizeError: Other rows than the cache holds.
-            CacheCapacityError: A static cache has no room for them.
-            UnsupportedModelError: Padded rows on a model with windows, where padding between prefix and suffix is
-                wrong by nature.
-
-        Example:
-            >>> import hf_prefix_cache as hpc
-            >>> from transformers import LlamaConfig, LlamaForCausalLM
-            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
-            >>> cache = hpc.PrefixDynamicCache(config=model.config)
-            >>> _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-            >>> batch = cache.fork(batch_size=2)
-            >>> suffixes, mask = torch.tensor([[4, 5], [6, 0]]), torch.tensor([[1, 1], [1, 0]])
-            >>> model(**batch.prepare_inputs(suffixes, mask)._asdict(), past_key_values=batch).logits.shape
-            torch.Size([2, 2, 32])
-        """
-        ids = check_token_ids(input_ids, config=self._config)
-        rows, new = ids.shape
-        cached = self.seq_length
-        for layer in self.layers:
-            layer.check_rows(rows)
-            layer.check_room(new)
-        earlier = self._held_padding()
-        if attention_mask is None:
-            mask = torch.ones(rows, cached + new, dtype=torch.bool, device=ids.device)
-        else:
-            mask = check_mask(attention_mask, rows=rows, cached=cached, new=new).to(ids.device)
-        if earlier is not None:
-            mask = torch.cat([earlier.to(mask.device) & mask[:, :cached], mask[:, cached:]], dim=1)
-        if not bool(mask.all()):
-            if any(layer.window is not None for layer in self.layers):
-                raise UnsupportedModelError(
-                    "padded rows on a model with sliding or chunked windows: padding between prefix and suffix shifts "
-                    "the windows; run rows of equal length, or use PrefixCachedModel.forward, which groups them"
-                )
-            self._padding = mask
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        return PreparedInputs(ids, positions[:, cached:], mask.long())
+        held = self.seq_length
+        if -tokens_to_remove > held:
+            raise NotCroppableError(
+                f"crop was called with {tokens_to_remove}, but only {held} tokens are held; remove {held} at most"
+            )
+        self.crop_to(held + tokens_to_remove)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row ``i`` what row ``beam_idx[i]`` was; a prefix that all rows share is not touched."""
-        self._check_rows_exist(beam_idx)
-        super().reorder_cache(beam_idx)
-        self._select_told(beam_idx)
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row ``i`` what row ``beam_idx[i]`` was; a prefix that all rows share is not touched.
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times in place of itself."""
-        rows = self.rows
-        super().batch_repeat_interleave(repeats)
-        if rows is not None:
-            self._select_told(torch.arange(rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that ``indices`` (positions or a boolean mask) names, in that order."""
+        Raises:
+            BatchSizeError: No rows, rows that are not held, or more than a static cache holds.
+        """
         rows = self.rows
         if rows is None:
             return
-        self._check_rows_exist(torch.arange(rows)[indices.cpu()])
-        super().batch_select_indices(indices)
-        self._select_told(torch.arange(rows)[indices.cpu()])
+        if not len(beam_idx) or not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < rows:
+            raise BatchSizeError(
+                f"rows {beam_idx.tolist()} were asked for but the cache holds {rows}; name at least one, from 0 to "
+                f"{rows - 1}"
+            )
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+        self._select_padding(beam_idx)
+        if self._known_ids is not None and self._known_ids.shape[0] > 1:
+            self._known_ids = self._known_ids.index_select(0, beam_idx.cpu())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times in place of itself.
+
+        Raises:
+            BatchSizeError: ``repeats`` is below 1, or a static cache does not hold that many rows.
+        """
+        if repeats < 1:
+            raise BatchSizeError(f"repeats is {repeats}; it must be at least 1")
+        if self.rows is not None:
+            self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that ``indices`` (positions or a boolean mask) names, in that order.
+
+        Raises:
+            BatchSizeError: No rows, rows that are not held, or more than a static cache holds.
+        """
+        rows = self.rows
+        if rows is None:
+            return
+        if indices.dtype == torch.bool:
+            if len(indices) != rows:
+                raise BatchSizeError(f"indices has {len(indices)} entries but the cache holds {rows} rows")
+            indices = indices.nonzero()[:, 0]
+        self.reorder_cache(torch.where(indices < 0, indices + rows, indices))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -347,27 +314,6 @@ class PrefixCache(Cache):
         self._padding = self._known_ids = None
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _held_padding(self) -> torch.Tensor | None:
-        """Return the mask of the tokens held, ``[rows, seq_length]``; None where nothing is padding."""
-        if self._padding is None:
-            return None
-        length = self.seq_length
-        mask = self._padding[:, :length]
-        if mask.shape[1] < length:  # tokens that came without `prepare_inputs` are not padding
-            mask = torch.cat([mask, mask.new_ones(mask.shape[0], length - mask.shape[1])], dim=1)
-        return None if bool(mask.all()) else mask
-
-    def _select_told(self, rows: torch.Tensor) -> None:
-        if self._padding is not None:
-            self._padding = self._padding.index_select(0, rows.to(self._padding.device))
-        if self._known_ids is not None and self._known_ids.shape[0] > 1:
-            self._known_ids = self._known_ids.index_select(0, rows.cpu())
-
-    def _check_rows_exist(self, rows: torch.Tensor) -> None:
-        held = self.rows
-        if held is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < held:
-            raise BatchSizeError(f"rows {rows.tolist()} were asked for but the cache holds {held}")
 
     @staticmethod
     def _check_batch_size(wanted: int, held: int) -> None:
@@ -378,7 +324,7 @@ class PrefixCache(Cache):
             )
 
 
-def total_nbytes(caches: Any) -> int:
+def total_nbytes(caches: Iterable[PrefixCache | PrefixSnapshot]) -> int:
     """Return the bytes of tensor storage held by ``caches`` together; storage shared between them counts once.
 
     Args:
@@ -389,10 +335,7 @@ def total_nbytes(caches: Any) -> int:
         >>> hpc.total_nbytes([])
         0
     """
-    tensors: list[torch.Tensor] = []
-    for item in caches:
-        if isinstance(item, PrefixSnapshot):
-            tensors += item.tensors
-        else:
-            tensors += [tensor for layer in item.layers for tensor in layer.tensors()]
-    return storage_bytes(tensors)
+    return storage_bytes(tensor for item in caches for tensor in item.tensors)
+
+
+refuse_cache_keyword(PrefixCache)

@@ -1,6 +1,7 @@
 """`PrefixDynamicCache`: grows in place, shares its prefix with snapshots and forks."""
 
-import torch
+from typing import Any
+
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -35,7 +36,7 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
     is_compileable = False  # Transformers would compile any subclass of DynamicCache whose layers allow it
 
     def __init__(self, *, config: PreTrainedConfig) -> None:
-        layers = [
+        layers: list[Any] = [
             PrefixDynamicLayer() if spec.window is None else PrefixDynamicSlidingWindowLayer(spec.window)
             for spec in attention_layers(config, type(self).__name__)
         ]
@@ -43,14 +44,13 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
         self._config, self._options = decoder_config(config), {}
 
     def unshare(self) -> None:
-        """Copy what is shared with snapshots and forks into own storage.
+        """Copy what is shared with snapshots and forks into own storage, with the next token at the latest.
 
         Decoding then grows in place instead of gathering the shared prefix at every step: faster, for the memory
         of a plain cache.
         """
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.unshare()
+        for layer in self.layers:
+            layer.unshare()
 
 
 register_cache(PrefixDynamicCache.strategy, PrefixDynamicCache)

@@ -1,5 +1,7 @@
 """`PrefixStaticCache`: buffers of a fixed size and address, for compiled code."""
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
@@ -42,7 +44,7 @@ class PrefixStaticCache(PrefixCache, StaticCache):
             raise CacheCapacityError(f"max_cache_len is {max_cache_len}; it must be at least 1")
         if max_batch_size is not None and max_batch_size < 1:
             raise BatchSizeError(f"max_batch_size is {max_batch_size}; it must be at least 1")
-        layers = [
+        layers: list[Any] = [
             PrefixStaticLayer(max_cache_len=max_cache_len)
             if spec.window is None
             else PrefixStaticSlidingWindowLayer(max_cache_len=max_cache_len, sliding_window=spec.window)

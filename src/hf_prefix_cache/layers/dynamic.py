@@ -51,8 +51,8 @@ class PrefixDynamicLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remember where and in which dtype the tokens live."""
-        self.device, self.dtype = key_states.device, key_states.dtype
-        self._empty = torch.tensor([], dtype=self.dtype, device=self.device)
+        self.device = key_states.device
+        self._empty = torch.tensor([], dtype=key_states.dtype, device=self.device)
         self.is_initialized = True
 
     def update(
@@ -63,9 +63,7 @@ class PrefixDynamicLayer(DynamicLayer):
         Raises:
             BatchSizeError: The rows differ from those held.
         """
-        self.check_rows(key_states.shape[0])
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self._check_continued_by(key_states, value_states)
         self._append(key_states, value_states)
         self._length += key_states.shape[-2]
         gathered = self._gather()
@@ -79,6 +77,13 @@ class PrefixDynamicLayer(DynamicLayer):
                 f"batch_size={rows}, or select rows with batch_select_indices"
             )
 
+    def _check_continued_by(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.check_rows(key_states.shape[0])
+        for part in self.state().segments[:1]:
+            part.check_continued_by(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+
     def check_room(self, added: int) -> None:
         """Accept any number of further tokens: this layer grows."""
 
@@ -89,6 +94,10 @@ class PrefixDynamicLayer(DynamicLayer):
     def rows(self) -> int | None:
         """Rows of the batch, or None while nothing is held."""
         return self._rows
+
+    def seen(self) -> int:
+        """Return the tokens seen, as a plain int."""
+        return self._length
 
     def get_seq_length(self) -> int:
         """Return the tokens seen."""
@@ -126,12 +135,17 @@ class PrefixDynamicLayer(DynamicLayer):
         if not length:
             self._shared, self._own, self._rows = (), None, None
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``i`` what row ``beam_idx[i]`` was; tokens that all rows share are not touched."""
         if not self._length:
             return
-        self._shared = tuple(segment.select(beam_idx) for segment in self._shared)
-        self._own = None if self._own is None else self._own.select(beam_idx)
+        if self._rows == 1:
+            # Every row becomes the one there is: it is shared from now on, not repeated.
+            if len(beam_idx) > 1:
+                self._shared, self._own = self.share().segments, None
+        else:
+            self._shared = tuple(segment.select(beam_idx) for segment in self._shared)
+            self._own = None if self._own is None else self._own.select(beam_idx)
         self._rows = len(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -170,7 +184,7 @@ class PrefixDynamicLayer(DynamicLayer):
         self._shared, self._length, self._rows = state.segments, state.length, rows
 
     def unshare(self) -> None:
-        """Copy what is shared into own storage, so that decoding grows in place instead of gathering."""
+        """Make what is shared own, copied with the next token at the latest: decoding then grows in place."""
         if self._shared:
             self._own = GrowingKeyValues(*self._gather())
             self._shared = ()
@@ -211,9 +225,14 @@ class PrefixDynamicSlidingWindowLayer(PrefixDynamicLayer, DynamicSlidingWindowLa
         self.record_past = False
 
     @property
-    def cumulative_length(self) -> int:
+    def cumulative_length(self) -> int:  # type: ignore[override]
         """Tokens seen, under the name that Transformers' sliding layers use."""
         return self._length
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Remember where and in which dtype the tokens live."""
+        super().lazy_initialization(key_states, value_states)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -223,9 +242,7 @@ class PrefixDynamicSlidingWindowLayer(PrefixDynamicLayer, DynamicSlidingWindowLa
         Raises:
             BatchSizeError: The rows differ from those held.
         """
-        self.check_rows(key_states.shape[0])
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self._check_continued_by(key_states, value_states)
         added = key_states.shape[-2]
         visible = min(self._length, self.sliding_window - 1) + added
         if added < self.sliding_window or self.record_past:

@@ -29,11 +29,6 @@ class GrowingKeyValues:
         """Tokens held."""
         return self._stop - self._start
 
-    @property
-    def rows(self) -> int:
-        """Rows held."""
-        return self._keys.shape[0]
-
     def view(self) -> KeyValues:
         """Return the tokens held as views ``[rows, heads, tokens, head_dim]``."""
         return KeyValues(
@@ -53,7 +48,7 @@ class GrowingKeyValues:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens ``[rows, heads, tokens, head_dim]`` at the end."""
         added = keys.shape[-2]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or keys.dtype != self._keys.dtype:  # concatenation promotes, as in Transformers
             held = self.view()
             self._take(torch.cat([held.keys, keys], dim=-2), torch.cat([held.values, values], dim=-2))
             return

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..exceptions import InputMismatchError
+
 __all__ = ["AttentionState", "KeyValues"]
 
 
@@ -38,6 +40,15 @@ class KeyValues(NamedTuple):
             return self
         index = rows.to(self.keys.device)
         return KeyValues(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+    def check_continued_by(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise `InputMismatchError` unless tokens of these ``keys`` and ``values`` can follow."""
+        for held, new in zip(self, (keys, values), strict=True):
+            if (held.shape[1], held.shape[3]) != (new.shape[1], new.shape[3]):
+                raise InputMismatchError(
+                    f"the cache holds {held.shape[1]} heads of size {held.shape[3]} and the model adds "
+                    f"{new.shape[1]} of size {new.shape[3]}; use a cache made for this model"
+                )
 
     def detach(self) -> "KeyValues":
         """Return the same storage without the autograd graph."""

@@ -6,30 +6,34 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from ..exceptions import BatchSizeError, CacheCapacityError
+from ..exceptions import BatchSizeError, CacheCapacityError, InputMismatchError
 from .state import AttentionState, KeyValues
 
 __all__ = ["PrefixStaticLayer", "PrefixStaticSlidingWindowLayer"]
 
 
 class _StaticRows(StaticLayer):
-    """What both kinds share: buffers ``[max rows, heads, max_cache_len, head_dim]`` of which the first rows are in use.
+    """What both kinds share: buffers ``[max rows, heads, max_cache_len, head_dim]``; the first rows are in use.
 
-    Everything works in place and keeps the tensors' addresses. The one exception is a buffer made in inference mode
-    and written outside of it, which PyTorch forbids: it is cloned once.
+    Everything works in place and keeps the tensors' addresses. The buffers are ordinary tensors also where they are
+    made in inference mode, so that they can be written outside of it.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
     window: int | None = None
     max_batch_size: int | None = None
+    active_rows: int
+    total_len: int  # tokens that the cache may see; the buffers of a window hold fewer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers, with ``max_batch_size`` rows where that was asked for."""
         rows = key_states.shape[0]
         wanted = max(rows, self.max_batch_size or rows)
-        super().lazy_initialization(
-            key_states[:1, :, :0].expand(wanted, -1, -1, -1), value_states[:1, :, :0].expand(wanted, -1, -1, -1)
-        )
-        self.dtype = key_states.dtype
+        with torch.inference_mode(False):
+            super().lazy_initialization(
+                key_states[:1, :, :0].expand(wanted, -1, -1, -1), value_states[:1, :, :0].expand(wanted, -1, -1, -1)
+            )
         self.active_rows = rows
 
     def update(
@@ -42,12 +46,18 @@ class _StaticRows(StaticLayer):
             CacheCapacityError: More tokens than the buffers have room for.
         """
         rows = key_states.shape[0]
+        self.check_room(key_states.shape[-2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.check_rows(rows)
-        self.check_room(key_states.shape[-2])
+        KeyValues(self.keys, self.values).check_continued_by(key_states, value_states)
+        if key_states.dtype != self.keys.dtype:
+            raise InputMismatchError(
+                f"the new keys have dtype {key_states.dtype} but the static cache holds {self.keys.dtype}; run the "
+                "prefix and what follows it in one dtype (autocast counts)"
+            )
         self.active_rows = rows
-        self._leave_inference_mode()
+        self.count(key_states.shape[-2])
         if rows == self.batch_size:
             return super().update(key_states, value_states, *args, **kwargs)
         whole = self.keys, self.values
@@ -61,24 +71,52 @@ class _StaticRows(StaticLayer):
         """Raise `BatchSizeError` unless a batch of ``rows`` fits the buffers and continues what is held."""
         if not self.is_initialized:
             return
-        if rows > self.batch_size:
-            raise BatchSizeError(
-                f"the batch has {rows} rows but the static cache holds {self.batch_size}; make it with "
-                f"max_batch_size={rows}, or fork it with batch_size={rows}"
-            )
+        self._check_fits(rows)
         if rows != self.active_rows and not torch.compiler.is_compiling() and self.seen():
             raise BatchSizeError(
                 f"the batch has {rows} rows but the cache holds {self.active_rows} filled ones; fork the cache with "
                 f"batch_size={rows}, or select rows with batch_select_indices"
             )
 
-    @abstractmethod
     def check_room(self, added: int) -> None:
         """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held."""
+        if torch.compiler.is_compiling():  # reading the length would break the graph
+            return
+        if self.seen() + added > self.total_len:
+            raise CacheCapacityError(
+                f"{added} tokens do not fit behind the {self.seen()} held by a static cache with max_cache_len "
+                f"{self.total_len}; make it with max_cache_len of at least {self.seen() + added}"
+            )
+
+    def check_load(self, state: AttentionState, rows: int) -> None:
+        """Raise unless `load` would work."""
+        if state.length > self.total_len:
+            raise CacheCapacityError(
+                f"max_cache_len is {self.total_len} but the prefix alone has {state.length} tokens; pass "
+                f"max_cache_len of at least {state.length} plus the tokens you will add"
+            )
+        if not self.is_initialized or not state.length:
+            return
+        self._check_fits(rows)
+        dtype = state.segments[-1].keys.dtype
+        if dtype != self.keys.dtype:
+            raise InputMismatchError(
+                f"the prefix has dtype {dtype} but the static cache holds {self.keys.dtype}; make a new cache for it"
+            )
+
+    def _check_fits(self, rows: int) -> None:
+        if rows > self.batch_size:
+            raise BatchSizeError(
+                f"{rows} rows do not fit the static cache, which has room for {self.batch_size}; make it with "
+                f"max_batch_size={rows}, or fork it with batch_size={rows}"
+            )
 
     @abstractmethod
     def seen(self) -> int:
         """Return the tokens seen, as a plain int."""
+
+    def count(self, added: int) -> None:
+        """Note that ``added`` tokens come, where Transformers' ``update`` does not do so itself."""
 
     @abstractmethod
     def set_length(self, length: int) -> None:
@@ -89,7 +127,19 @@ class _StaticRows(StaticLayer):
         """Rows in use, or None while nothing is held."""
         return self.active_rows if self.is_initialized and self.seen() else None
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; `can_crop_to` says whether that is possible."""
+        self.crop_to(max(0, self.seen() + tokens_to_remove))
+
+    def can_crop_to(self, length: int) -> bool:
+        """Return whether the first ``length`` tokens can be kept exactly."""
+        return self.state().can_crop_to(length)
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens, in place."""
+        self.set_length(length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``i`` what row ``beam_idx[i]`` was, in place.
 
         Raises:
@@ -98,16 +148,10 @@ class _StaticRows(StaticLayer):
         if not self.is_initialized or not self.seen():
             return
         rows = len(beam_idx)
-        if rows > self.batch_size:
-            raise BatchSizeError(
-                f"{rows} rows were asked for but the static cache holds {self.batch_size}; make it with "
-                f"max_batch_size={rows}, or fork it with batch_size={rows}"
-            )
+        self._check_fits(rows)
         index = beam_idx.to(self.keys.device)
-        self._leave_inference_mode()
-        with torch.no_grad():
-            for buffer in (self.keys, self.values):
-                buffer.detach()[:rows].copy_(buffer.detach().index_select(0, index))
+        for buffer in (self.keys.detach(), self.values.detach()):
+            buffer[:rows].copy_(buffer.index_select(0, index))
         self.active_rows = rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -130,9 +174,9 @@ class _StaticRows(StaticLayer):
 
     def reset(self) -> None:
         """Forget everything; the buffers stay where they are."""
-        if self.is_initialized:
-            self._forget_graph()
+        self._forget_graph()
         super().reset()
+        self.set_length(0)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor held."""
@@ -157,27 +201,15 @@ class _StaticRows(StaticLayer):
         """Return a copy of what is held."""
         return self.state().compact()
 
-    def can_crop_to(self, length: int) -> bool:
-        """Return whether the first ``length`` tokens can be kept exactly."""
-        return self.state().can_crop_to(length)
-
     def load(self, state: AttentionState, rows: int) -> None:
-        """Copy ``state`` into the buffers for a batch of ``rows``; their addresses stay.
-
-        Raises:
-            BatchSizeError: More rows than the buffers have.
-            CacheCapacityError: More tokens than the buffers hold.
-        """
-        self.check_load(state, rows)
+        """Copy ``state`` into the buffers for a batch of ``rows``; their addresses stay. Ask `check_load` before."""
         if not state.length:
             self.reset()
             return
         sample = state.segments[-1]
         if not self.is_initialized:
-            shape = (rows, *sample.keys.shape[1:2], 0)
             self.lazy_initialization(
-                sample.keys.new_empty((*shape, sample.keys.shape[-1])),
-                sample.values.new_empty((*shape, sample.values.shape[-1])),
+                *(tensor[:1, :, :0].expand(rows, -1, -1, -1) for tensor in (sample.keys, sample.values))
             )
         self._forget_graph()
         held = state.length - state.first
@@ -194,26 +226,10 @@ class _StaticRows(StaticLayer):
         self.active_rows = rows
         self.set_length(state.length)
 
-    def check_load(self, state: AttentionState, rows: int) -> None:
-        """Raise unless `load` would work."""
-        if self.is_initialized and rows > self.batch_size:
-            raise BatchSizeError(
-                f"{rows} rows were asked for but the static cache holds {self.batch_size}; make a new one for them"
-            )
-
     def _forget_graph(self) -> None:
-        self._leave_inference_mode()
-        for buffer in (self.keys, self.values):
+        for buffer in self.tensors():
             if buffer.requires_grad:
                 buffer.detach_()
-
-    def _leave_inference_mode(self) -> None:
-        if torch.is_inference_mode_enabled():
-            return
-        if self.keys.is_inference():
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        if self.cumulative_length.is_inference():
-            self.cumulative_length = self.cumulative_length.clone()
 
 
 class PrefixStaticLayer(_StaticRows):
@@ -221,41 +237,27 @@ class PrefixStaticLayer(_StaticRows):
 
     is_croppable = True
 
+    def __init__(self, max_cache_len: int) -> None:
+        with torch.inference_mode(False):
+            StaticLayer.__init__(self, max_cache_len=max_cache_len)
+        self.total_len = max_cache_len
+        # What `cumulative_length` holds, without asking the device. None after compiled code, which cannot keep it.
+        self._seen: int | None = 0
+
     def seen(self) -> int:
         """Return the tokens seen, as a plain int."""
-        return int(self.cumulative_length)
+        if self._seen is None:
+            self._seen = int(self.cumulative_length)
+        return self._seen
 
-    def check_room(self, added: int) -> None:
-        """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held."""
-        if torch.compiler.is_compiling() or (added == 1 and self.cumulative_length.device.type != "cpu"):
-            return  # reading the length would break the graph, or wait for the device at every step
-        if self.seen() + added > self.max_cache_len:
-            raise CacheCapacityError(
-                f"{added} tokens do not fit behind the {self.seen()} held by a static cache with max_cache_len "
-                f"{self.max_cache_len}; make it with max_cache_len of at least {self.seen() + added}"
-            )
-
-    def check_load(self, state: AttentionState, rows: int) -> None:
-        """Raise unless `load` would work."""
-        super().check_load(state, rows)
-        if state.length > self.max_cache_len:
-            raise CacheCapacityError(
-                f"max_cache_len is {self.max_cache_len} but the prefix alone has {state.length} tokens; pass "
-                f"max_cache_len of at least {state.length} plus the tokens you will add"
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens, in place."""
-        self.crop_to(max(0, self.seen() + tokens_to_remove))
-
-    def crop_to(self, length: int) -> None:
-        """Keep the first ``length`` tokens, in place."""
-        self.set_length(length)
+    def count(self, added: int) -> None:
+        """Note that ``added`` tokens come."""
+        self._seen = None if torch.compiler.is_compiling() else self.seen() + added
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens seen, in place."""
-        self._leave_inference_mode()
         self.cumulative_length.fill_(length)
+        self._seen = length
 
 
 class PrefixStaticSlidingWindowLayer(_StaticRows, StaticSlidingWindowLayer):
@@ -265,75 +267,43 @@ class PrefixStaticSlidingWindowLayer(_StaticRows, StaticSlidingWindowLayer):
     """
 
     def __init__(self, max_cache_len: int, sliding_window: int) -> None:
-        StaticSlidingWindowLayer.__init__(self, max_cache_len=max_cache_len, sliding_window=sliding_window)
+        with torch.inference_mode(False):
+            StaticSlidingWindowLayer.__init__(self, max_cache_len=max_cache_len, sliding_window=sliding_window)
         self.window = sliding_window
         self.total_len = max_cache_len
         self._held_from = 0  # position of the first token that may be used
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether every token stays in the window, so that any crop can be undone."""
-        return self.total_len <= (self.window or 0)
+        return self.total_len <= self.max_cache_len
 
     def seen(self) -> int:
         """Return the tokens seen, as a plain int."""
         return self.cumulative_length_int
 
-    def check_room(self, added: int) -> None:
-        """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held."""
-        if self.seen() + added > self.total_len and not torch.compiler.is_compiling():
-            raise CacheCapacityError(
-                f"{added} tokens do not fit behind the {self.seen()} held by a static cache with max_cache_len "
-                f"{self.total_len}; make it with max_cache_len of at least {self.seen() + added}"
-            )
-
-    def check_load(self, state: AttentionState, rows: int) -> None:
-        """Raise unless `load` would work."""
-        super().check_load(state, rows)
-        if state.length > self.total_len:
-            raise CacheCapacityError(
-                f"max_cache_len is {self.total_len} but the prefix alone has {state.length} tokens; pass "
-                f"max_cache_len of at least {state.length} plus the tokens you will add"
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens; `can_crop_to` says whether that is possible."""
-        self.crop_to(max(0, self.seen() + tokens_to_remove))
-
     def crop_to(self, length: int) -> None:
         """Keep the first ``length`` tokens, in place."""
         first = self.state().first
         removed = self.seen() - length
-        self._leave_inference_mode()
-        if removed and self.seen() > self.max_cache_len and length >= self.max_cache_len:
+        if removed and self.seen() > self.max_cache_len:
             # The window is full and stays full: its tokens move up. What moves in at the front is out of the window.
-            with torch.no_grad():
-                for buffer in (self.keys, self.values):
-                    buffer.copy_(buffer.roll(removed, dims=-2))
+            for buffer in (self.keys.detach(), self.values.detach()):
+                buffer.copy_(buffer.roll(removed, dims=-2))
         self.set_length(length)
         self._held_from = first
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens seen, in place."""
-        self._leave_inference_mode()
         self.cumulative_length_int = length
         self.cumulative_length.fill_(min(length, self.max_cache_len))
+        self._held_from = 0
 
     def lost(self) -> int:
         """Return how many of the tokens in the buffers, at the front, are not to be used."""
         return max(0, self._held_from - (self.seen() - self.held()))
 
     def load(self, state: AttentionState, rows: int) -> None:
-        """Copy the end of ``state`` into the buffers for a batch of ``rows``; their addresses stay.
-
-        Raises:
-            BatchSizeError: More rows than the buffers have.
-            CacheCapacityError: More tokens than the cache was made for.
-        """
+        """Copy the end of ``state`` into the buffers for a batch of ``rows``; their addresses stay."""
         super().load(state, rows)
         self._held_from = state.first
-
-    def reset(self) -> None:
-        """Forget everything; the buffers stay where they are."""
-        super().reset()
-        self._held_from = 0
