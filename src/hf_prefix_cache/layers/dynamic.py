@@ -79,7 +79,7 @@ class PrefixDynamicLayer(DynamicLayer):
 
     def _check_continued_by(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.check_rows(key_states.shape[0])
-        for part in self.state().segments[:1]:
+        for part in self.attention_state().segments[:1]:
             part.check_continued_by(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -119,7 +119,7 @@ class PrefixDynamicLayer(DynamicLayer):
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether the first ``length`` tokens can be kept exactly."""
-        return self.state().can_crop_to(length)
+        return self.attention_state().can_crop_to(length)
 
     def crop_to(self, length: int) -> None:
         """Keep the first ``length`` tokens."""
@@ -163,16 +163,20 @@ class PrefixDynamicLayer(DynamicLayer):
         own = [] if self._own is None else list(self._own.tensors())
         return [tensor for segment in self._shared for tensor in segment] + own
 
-    def state(self) -> AttentionState:
+    def attention_state(self) -> AttentionState:
         """Return what is held as views, without freezing it: for questions, not for keeping."""
         own = () if self._own is None or not self._own.tokens else (self._own.view(),)
         return AttentionState(self._shared + own, self._length, self.window)
+
+    def state(self) -> AttentionState:
+        """Return what is held, uncopied: for questions, not for keeping."""
+        return self.attention_state()
 
     def share(self) -> AttentionState:
         """Return what is held; no later operation of this layer changes its bytes. No copy."""
         if self._own is not None:
             self._own.share()
-        return self.state()
+        return self.attention_state()
 
     def load(self, state: AttentionState, rows: int) -> None:
         """Hold ``state`` for a batch of ``rows``, sharing its tensors."""
@@ -197,7 +201,7 @@ class PrefixDynamicLayer(DynamicLayer):
 
     def _gather(self, tokens: int | None = None) -> KeyValues:
         """Return the last ``tokens`` retained tokens (all by default) of every row as one pair of tensors."""
-        segments = self.state().segments
+        segments = self.attention_state().segments
         if tokens is not None:
             segments = _last(segments, tokens)
         rows = self._rows or 1

@@ -71,6 +71,11 @@ class AttentionState:
     window: int | None = None
 
     @property
+    def is_sliceable(self) -> bool:
+        """Whether every shorter prefix can be taken from it exactly."""
+        return self.window is None
+
+    @property
     def first(self) -> int:
         """Position of the first retained token."""
         return self.length - sum(segment.tokens for segment in self.segments)

@@ -133,7 +133,7 @@ class _StaticRows(StaticLayer):
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether the first ``length`` tokens can be kept exactly."""
-        return self.state().can_crop_to(length)
+        return self.attention_state().can_crop_to(length)
 
     def crop_to(self, length: int) -> None:
         """Keep the first ``length`` tokens, in place."""
@@ -190,16 +190,20 @@ class _StaticRows(StaticLayer):
         """Return how many of them, at the front, are not to be used."""
         return 0
 
-    def state(self) -> AttentionState:
+    def attention_state(self) -> AttentionState:
         """Return what is held as views of the buffers: for questions, not for keeping."""
         if not self.is_initialized or not self.seen():
             return AttentionState((), 0, self.window)
         rows = KeyValues(self.keys[: self.active_rows], self.values[: self.active_rows])
         return AttentionState((rows.slice(self.lost(), self.held()).detach(),), self.seen(), self.window)
 
+    def state(self) -> AttentionState:
+        """Return what is held, uncopied: for questions, not for keeping."""
+        return self.attention_state()
+
     def share(self) -> AttentionState:
         """Return a copy of what is held."""
-        return self.state().compact()
+        return self.attention_state().compact()
 
     def load(self, state: AttentionState, rows: int) -> None:
         """Copy ``state`` into the buffers for a batch of ``rows``; their addresses stay. Ask `check_load` before."""
@@ -284,7 +288,7 @@ class PrefixStaticSlidingWindowLayer(_StaticRows, StaticSlidingWindowLayer):
 
     def crop_to(self, length: int) -> None:
         """Keep the first ``length`` tokens, in place."""
-        first = self.state().first
+        first = self.attention_state().first
         removed = self.seen() - length
         if removed and self.seen() > self.max_cache_len:
             # The window is full and stays full: its tokens move up. What moves in at the front is out of the window.
