@@ -1,0 +1,119 @@
+"""What of a snapshot a store keeps, checked before anything is touched."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..exceptions import BatchSizeError, InputMismatchError, SnapshotIncompleteError
+from ..layers import AttentionState
+from ..snapshot import PrefixSnapshot
+from ..validation import check_token_ids
+from .blocks import tensor_bytes
+
+__all__ = ["Entry", "Key", "Layout"]
+
+
+class Key(NamedTuple):
+    """Prefixes of different keys are never mixed.
+
+    Attributes:
+        fingerprint: Of the model in the state that computed them.
+        namespace: Their tenant.
+        lossy_strategy: The strategy of lossy prefixes; None for exact ones, whatever filled them.
+    """
+
+    fingerprint: str
+    namespace: str
+    lossy_strategy: str | None
+
+
+# Per layer: window, then dtype, device, heads and head_dim of keys and of values. Beside the key, since the same model
+# may move to another device or run under autocast, and one prefix must not hold tensors of both kinds.
+Layout = tuple[tuple[object, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A snapshot as the store sees it.
+
+    Attributes:
+        tokens: Its token ids, int64 ``[seq_length]``.
+        sliceable: The layers without a window: any run of their tokens can be kept on its own.
+        windowed: The other layers: what they hold is worth something at the snapshot's end only.
+        next_logits: Logits after the last token, ``[1, vocab]``, or None.
+        token_bytes: Bytes of one token in the sliceable layers.
+        end_bytes: Bytes of the windowed layers.
+        layout: What all entries of one tree have in common.
+    """
+
+    tokens: np.ndarray
+    sliceable: tuple[AttentionState, ...]
+    windowed: tuple[AttentionState, ...]
+    next_logits: torch.Tensor | None
+    token_bytes: int
+    end_bytes: int
+    layout: Layout
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the next logits."""
+        return 0 if self.next_logits is None else tensor_bytes([self.next_logits])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the entry takes in a store that shares none of its tokens."""
+        return len(self.tokens) * self.token_bytes + self.end_bytes + self.logits_bytes
+
+    @classmethod
+    def of(cls, snapshot: PrefixSnapshot) -> "Entry":
+        """Return the entry of ``snapshot``; nothing is copied yet.
+
+        Raises:
+            SnapshotIncompleteError: It lacks token ids or a fingerprint, or has padding.
+            BatchSizeError: It has several rows.
+            InputMismatchError: Its token ids or layers do not fit its length.
+        """
+        if snapshot.batch_size != 1:
+            raise BatchSizeError(
+                f"the snapshot has {snapshot.batch_size} rows; a store keeps single rows: take one of each row"
+            )
+        if snapshot.input_ids is None or snapshot.fingerprint is None:
+            missing = "input_ids" if snapshot.input_ids is None else "fingerprint"
+            raise SnapshotIncompleteError(
+                f"the snapshot has no {missing}, without which it cannot be found again; take it with "
+                "cache.snapshot(model=..., input_ids=...)"
+            )
+        if snapshot.padding_mask is not None:
+            raise SnapshotIncompleteError(
+                "the snapshot has padding, which no other prompt shares; take it of the row without padding"
+            )
+        tokens = check_token_ids(snapshot.input_ids, config=snapshot.config)
+        if tokens.shape != (1, snapshot.seq_length):
+            raise InputMismatchError(
+                f"the snapshot's input_ids have shape {list(tokens.shape)} but it holds {snapshot.seq_length} tokens"
+            )
+        for index, layer in enumerate(snapshot.layers):
+            if layer.length != snapshot.seq_length or layer.rows != 1 or not layer.can_crop_to(layer.length):
+                raise InputMismatchError(
+                    f"layer {index} holds {layer.rows} rows of tokens {layer.first} to {layer.length}; "
+                    f"not one row up to {snapshot.seq_length} from the first token that the next one attends to"
+                )
+        sliceable = tuple(layer for layer in snapshot.layers if layer.window is None)
+        windowed = tuple(layer for layer in snapshot.layers if layer.window is not None)
+        logits = snapshot.next_logits
+        return cls(
+            tokens=tokens[0].cpu().numpy().copy(),
+            sliceable=sliceable,
+            windowed=windowed,
+            next_logits=None if logits is None else logits.reshape(1, -1),
+            token_bytes=sum(tensor_bytes(part[..., :1, :] for part in layer.segments[0]) for layer in sliceable),
+            end_bytes=sum(tensor_bytes(layer.tensors()) for layer in windowed),
+            layout=tuple(_layout(layer) for layer in snapshot.layers),
+        )
+
+
+def _layout(layer: AttentionState) -> tuple[object, ...]:
+    tensors = layer.segments[0] if layer.segments else ()
+    return layer.window, *((part.dtype, part.device, part.shape[1], part.shape[3]) for part in tensors)

@@ -1,0 +1,130 @@
+"""The rules that a store keeps after every call, checked one by one."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+
+from ..exceptions import StoreIntegrityError
+from . import blocks
+from .entry import Key, Layout
+from .node import Boundary, Node
+from .tree import PrefixTree
+
+__all__ = ["check_integrity"]
+
+
+def check_integrity(
+    trees: Mapping[Key, Mapping[Layout, PrefixTree]],
+    recency: Mapping[Node | Boundary, PrefixTree],
+    *,
+    nbytes: int,
+    entries: int,
+    max_bytes: int,
+) -> None:
+    """Check tree shape, block sizes, byte accounting, and the order in which things would be evicted.
+
+    Args:
+        trees: All trees.
+        recency: All nodes and boundaries with their trees, least recently used first.
+        nbytes: Bytes that the store believes it holds.
+        entries: Boundaries that it believes it holds.
+        max_bytes: Its budget.
+
+    Raises:
+        StoreIntegrityError: A rule does not hold.
+    """
+    order = {item: place for place, item in enumerate(recency)}
+    storages: dict[int, int] = {}
+    found: list[Node | Boundary] = []
+    for key, layouts in trees.items():
+        _require(bool(layouts), f"no tree under {key}")
+        for tree in layouts.values():
+            _require(tree.key == key, f"a tree of {tree.key} is filed under {key}")
+            _require(bool(tree.root.children), "an empty tree was kept")
+            for node in tree.root.downwards():
+                found.append(node)
+                _check_place(tree, node)
+                _check_blocks(tree, node, storages)
+                if node.boundary is not None:
+                    found.append(node.boundary)
+                    _check_boundary(tree, node, node.boundary, storages)
+                _check_server(tree, node)
+    _require(set(found) == set(recency), "nodes and boundaries in the trees differ from those in line for eviction")
+    for item in found:
+        if isinstance(item, Node):
+            first = [*item.children.values(), *item.items[1:]]
+            _require(all(order[other] < order[item] for other in first), "a node is in line before what hangs on it")
+            _require(all(recency[other] is recency[item] for other in first), "a node is filed under another tree")
+    held = sum(storages.values())
+    _require(held == nbytes, f"{held} bytes are held but {nbytes} are accounted for")
+    _require(held <= max_bytes, f"{held} bytes are held, more than the budget of {max_bytes}")
+    boundaries = sum(isinstance(item, Boundary) for item in found)
+    _require(boundaries == entries, f"{boundaries} prefixes end in the trees but {entries} are counted")
+
+
+def _check_place(tree: PrefixTree, node: Node) -> None:
+    parent = node.parent
+    _require(len(node.tokens) > 0, "a node has no tokens")
+    _require(parent is not None and parent.children.get(int(node.tokens[0])) is node, "a node is not its parent's")
+    _require(parent is not None and parent.end == node.start, "a node does not start where its parent ends")
+    _require(node.tokens.base is None, "a node's token ids are a view of a larger array")
+    if node.boundary is None:
+        leaf = not node.children
+        _require(len(node.children) != 1, "a node without a boundary has one child")
+        _require(not (leaf and tree.has_windows), "a leaf of a tree with windows has no boundary")
+
+
+def _check_blocks(tree: PrefixTree, node: Node, storages: dict[int, int]) -> None:
+    sizes = [block.tokens for block in node.blocks]
+    sliceable = tree.windows.count(None)
+    _require(sum(sizes) == len(node.tokens), f"blocks of {sizes} tokens hold a run of {len(node.tokens)}")
+    _require(all(0 < size <= blocks.BLOCK_TOKENS for size in sizes), f"blocks of {sizes} tokens")
+    inner = pairwise(sizes[1:-1])
+    _require(all(sum(pair) > blocks.BLOCK_TOKENS for pair in inner), f"blocks of {sizes} tokens were not joined")
+    for block in node.blocks:
+        _require(len(block.layers) == sliceable, f"a block has {len(block.layers)} layers, not {sliceable}")
+        for layer in block.layers:
+            _require(layer.tokens == block.tokens and layer.rows == 1, "a block's layers differ in size")
+            for tensor in layer:
+                _own_storage(tensor, storages)
+
+
+def _check_boundary(tree: PrefixTree, node: Node, boundary: Boundary, storages: dict[int, int]) -> None:
+    _require(boundary.node is node and boundary.length == node.end, "a boundary is not where its node ends")
+    windows = [window for window in tree.windows if window is not None]
+    _require([state.window for state in boundary.windows] == windows, "a boundary has other windows than its tree")
+    for state in boundary.windows:
+        _require(state.length == node.end, "a window does not end where its node ends")
+        _require(state.can_crop_to(boundary.floor), "a boundary cannot be cropped to its floor")
+        for tensor in state.tensors():
+            _own_storage(tensor, storages)
+    if boundary.floor:
+        lower = all(state.can_crop_to(boundary.floor - 1) for state in boundary.windows)
+        _require(not lower, "a boundary can be cropped below its floor")
+    if boundary.next_logits is not None:
+        _own_storage(boundary.next_logits, storages)
+
+
+def _check_server(tree: PrefixTree, node: Node) -> None:
+    if not tree.has_windows:
+        _require(node.server is None, "a tree without windows names servers")
+        return
+    below = [node.boundary, *(child.server for child in node.children.values())]
+    candidates = [boundary for boundary in below if boundary is not None]
+    lowest = min(boundary.floor for boundary in candidates)
+    _require(any(node.server is boundary for boundary in candidates), "a node's server is not at or below it")
+    _require(node.server is not None and node.server.floor == lowest, "a node's server is not the lowest")
+
+
+def _own_storage(tensor: torch.Tensor, storages: dict[int, int]) -> None:
+    storage = tensor.untyped_storage()
+    size = tensor.numel() * tensor.element_size()
+    _require(storage.nbytes() == size, f"a tensor of {size} bytes keeps a storage of {storage.nbytes()}")
+    _require(storage.data_ptr() not in storages, "two tensors share a storage")
+    storages[storage.data_ptr()] = size
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise StoreIntegrityError(f"{otherwise}; this is a defect of hf-prefix-cache: clear the store and report it")
