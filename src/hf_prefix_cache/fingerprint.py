@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 import threading
 import weakref
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from .compat import attention_implementation, decoder_config
 __all__ = ["fingerprint_of", "invalidate_fingerprint", "same_architecture"]
 
 _SAMPLES = 8  # values of each parameter that are compared at every call
-_COLUMNS = 4096  # width in which a tensor's bytes are summed
+_WORDS = 2**14  # words of 8 bytes in a row that is summed at once: what a processor's cache holds
+_MIXER = 0x1E3779B97F4A7C15  # odd, with bits all over
 # Configuration entries that say how a model was saved or is called, not what it computes.
 _IRRELEVANT = frozenset(
     {
@@ -31,6 +33,7 @@ _IRRELEVANT = frozenset(
     }
 )
 
+_process = secrets.randbits(64)
 _lock = threading.RLock()
 _optimizer_steps = 0
 
@@ -121,16 +124,16 @@ def _settings(model: PreTrainedModel) -> str:
     return json.dumps(
         [type(model).__name__, attention_implementation(decoder), _drops_out(model, config), config],
         sort_keys=True,
-        default=str,
+        default=lambda value: sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value),
     )
 
 
 def _drops_out(model: PreTrainedModel, config: dict[str, object]) -> bool:
-    """Return whether ``model`` computes with random dropout now: such a prefix fits no other call."""
-    return model.training and any(
+    """Return whether ``model`` computes with random dropout now: such a prefix does not fit evaluation."""
+    return any(
         ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value > 0
         for key, value in config.items()
-    )
+    ) and any(module.training for module in model.modules())
 
 
 def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -141,31 +144,39 @@ def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _sample(tensors: list[torch.Tensor]) -> torch.Tensor:
-    samples = [torch.zeros(0)]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.device.type != "meta" and tensor.numel():
-            flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+            flat = tensor.detach().flatten()
             picked = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-            samples.append(picked.to(device="cpu", dtype=torch.float32).reshape(-1))
-    return torch.cat(samples)
+            by_device.setdefault(tensor.device, []).append(picked.to(torch.float32))
+    # One transfer for each device, not one for each tensor.
+    samples = [torch.cat(picked).cpu() for picked in by_device.values()]
+    return torch.cat([torch.zeros(0), *samples]).view(torch.int32)  # as bits: NaN differs from itself as a number
 
 
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor) -> int:
     """Return a 64-bit sum over the bytes of ``tensor`` that any one changed value changes.
 
-    Every value enters with a weight that depends on its place. Overflow wraps around, which loses nothing.
+    Every word of 8 bytes enters with an odd weight that depends on its place; overflow wraps around, which loses
+    nothing then. High bits are mixed into low ones before, since weights leave the highest bit as it is.
     """
     if tensor.device.type == "meta":
-        return 0
+        # Weights that are offloaded to disk cannot be read here: they equal only themselves, in this process.
+        return _process ^ id(tensor)
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    padding = -raw.numel() % (4 * _COLUMNS)
-    if padding:
-        raw = torch.cat([raw, raw.new_zeros(padding)])
-    table = raw.view(torch.int32).reshape(-1, _COLUMNS)
-    by_row, by_column = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
-    total = 0
-    for sums in (by_row, by_column):
-        weights = torch.arange(1, sums.numel() + 1, device=sums.device) * 2654435761 | 1
-        total = (total * 31 + int((sums * weights).sum())) % 2**64
-    return total
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = raw.numel() // (8 * _WORDS) * (8 * _WORDS)
+    tail = raw.new_zeros(8 * _WORDS)
+    tail[: raw.numel() - whole] = raw[whole:]
+    weights = _weights(_WORDS, tensor.device)
+    rows = 1 if tensor.device.type == "cpu" else 2**10  # elsewhere fewer, larger kernels are faster
+    parts = (*raw[:whole].view(torch.int64).reshape(-1, _WORDS).split(rows), tail.view(torch.int64)[None])
+    sums = torch.cat([((words ^ (words >> 32)) * weights).sum(1) for words in parts])
+    return int((sums * _weights(len(sums), tensor.device)).sum()) % 2**64
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange(1, count + 1, device=device) * _MIXER) | 1

@@ -1,5 +1,6 @@
 """A prefix at a moment: an immutable value that caches start from."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ from .exceptions import (
     LossyPrefixError,
     NotCroppableError,
     SnapshotIncompleteError,
+    UnknownOptionError,
     UnknownStrategyError,
 )
 from .fingerprint import fingerprint_of
-from .layers import AttentionState
+from .layers import LayerState
 from .storage import storage_bytes
 
 if TYPE_CHECKING:
@@ -46,9 +48,17 @@ class PrefixSnapshot:
         fingerprint: Digest of the model that computed it, or None.
         padding_mask: Bool ``[batch, seq_length]``, False at padding; None where there is none.
         is_lossy: Whether the strategy keeps less than the model computed.
+
+    Example:
+        >>> import torch, hf_prefix_cache as hpc
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
+        >>> hpc.PrefixCachedModel(model).prefill(torch.tensor([[1, 2, 3]])).input_ids
+        tensor([[1, 2, 3]])
     """
 
-    layers: tuple[AttentionState, ...]
+    layers: tuple[LayerState, ...]
     seq_length: int
     batch_size: int
     strategy: str
@@ -67,14 +77,16 @@ class PrefixSnapshot:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of keys and values held."""
-        return [tensor for layer in self.layers for tensor in layer.tensors()]
+        """Every tensor held: keys and values, next logits, token ids and padding mask."""
+        told = (self.next_logits, self.input_ids, self.padding_mask)
+        return [tensor for layer in self.layers for tensor in layer.tensors()] + [
+            tensor for tensor in told if tensor is not None
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor storage held, next logits included; storage held twice counts once."""
-        extra = [tensor for tensor in (self.next_logits, self.input_ids, self.padding_mask) if tensor is not None]
-        return storage_bytes([*self.tensors, *extra])
+        return storage_bytes(self.tensors)
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether `crop_to` works: a window that has moved on cannot go back by more than one token."""
@@ -131,6 +143,7 @@ class PrefixSnapshot:
 
         Raises:
             UnknownStrategyError: No cache of that name.
+            UnknownOptionError: An option that the cache class does not have, or one that it needs is missing.
             LossyPrefixError: The prefix is lossy, the strategy another one, and ``allow_lossy`` was not given.
             BatchSizeError: The prefix has several rows and ``batch_size`` is another number.
             CacheCapacityError: The cache is too short for the prefix.
@@ -152,6 +165,7 @@ class PrefixSnapshot:
                 f"this prefix was filled by {self.strategy!r}, which is lossy; pass allow_lossy=True to continue it "
                 f"in {name!r}"
             )
+        _check_options(name, options)
         cache = _caches[name](config=self.config, **options)
         cache.load(self, batch_size=batch_size)
         return cache
@@ -175,8 +189,24 @@ class PrefixSnapshot:
             )
 
 
-def _why_not(layers: tuple[AttentionState, ...], length: int) -> str:
+def _check_options(strategy: str, options: dict[str, Any]) -> None:
+    known = {
+        name: parameter
+        for name, parameter in inspect.signature(_caches[strategy]).parameters.items()
+        if name != "config"
+    }
+    unknown = sorted(options.keys() - known.keys())
+    if unknown:
+        raise UnknownOptionError(
+            f"{strategy!r} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}"
+        )
+    missing = [name for name in known if known[name].default is inspect.Parameter.empty and name not in options]
+    if missing:
+        raise UnknownOptionError(f"{strategy!r} needs the option {', '.join(missing)}; pass it to to_cache")
+
+
+def _why_not(layers: tuple[LayerState, ...], length: int) -> str:
     if not 0 <= length <= layers[0].length:
         return f"the length must be from 0 to {layers[0].length}"
     index, layer = next((i, layer) for i, layer in enumerate(layers) if not layer.can_crop_to(length))
-    return f"layer {index} has a window of {layer.window} tokens and holds them only from token {layer.first} on"
+    return f"layer {index} has {layer.kept}"
