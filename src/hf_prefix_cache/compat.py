@@ -29,6 +29,7 @@ __all__ = [
     "output_cache",
     "positions_follow_mask",
     "refuse_cache_keyword",
+    "resumes_in_one_call",
 ]
 
 _GENERATION = "transformers.generation.utils"
@@ -61,6 +62,10 @@ _POSITIONS_FROM_PADDING_ID = frozenset(
         "xmod",
     }
 )
+
+# Models whose running state continues exactly when several tokens follow it in one forward. Others (Mamba, Falcon-Mamba
+# and Jamba, measured) start their scan from zero then, and are right only one token at a time.
+_RESUMES = frozenset({"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "qwen3_next"})
 
 # The tuples that `GenerationConfig.validate` looks names up in: every name goes into the first, static ones into both.
 _ALL_NAMES, _STATIC_NAMES = "ALL_CACHE_IMPLEMENTATIONS", "ALL_STATIC_CACHE_IMPLEMENTATIONS"
@@ -103,10 +108,17 @@ CACHE_ARGUMENT: str = "cache" if "cache" in _PREPARE_INPUTS else "past_key_value
 
 
 class LayerSpec(NamedTuple):
-    """What one layer of a model keeps: Transformers' layer type, and its window in tokens where it has one."""
+    """What one layer of a model keeps.
+
+    Attributes:
+        kind: Transformers' layer type.
+        window: Width of its window in tokens, where it has one.
+        states: Running states of its own, where it has any.
+    """
 
     kind: str
     window: int | None
+    states: int = 1
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -119,7 +131,7 @@ def layer_specs(config: PreTrainedConfig) -> list[LayerSpec]:
     config = decoder_config(config)
     kinds, options = _get_layer_types_and_kwargs(config)
     specs = [
-        LayerSpec(kind, layer_options.get("sliding_window"))
+        LayerSpec(kind, layer_options.get("sliding_window"), layer_options.get("number_of_states", 1))
         for kind, layer_options in zip(kinds, options, strict=True)
     ]
     # Before 5.24, layers that read another layer's keys are left out of the list; from then on they are in it.
@@ -184,6 +196,11 @@ def positions_follow_mask(config: PreTrainedConfig) -> bool:
         return True
     takes_them = "position_ids" in inspect.signature(model_class.forward).parameters
     return takes_them and config.model_type not in _POSITIONS_FROM_PADDING_ID
+
+
+def resumes_in_one_call(config: PreTrainedConfig) -> bool:
+    """Return whether models of ``config`` with running states take several tokens behind a prefix in one forward."""
+    return config.model_type in _RESUMES
 
 
 def refuse_cache_keyword(cache_class: type) -> None:

@@ -1,6 +1,6 @@
 """What all prefix caches can do beyond Transformers' caches: snapshot, restore, fork and crop."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -19,16 +19,18 @@ from ..fingerprint import fingerprint_of, same_architecture
 from ..snapshot import PrefixSnapshot
 from ..storage import storage_bytes
 from ..validation import check_token_ids, vocabulary_size
-from .padding import PaddingAwareCache
+from .running import RunningStateCache
 
 __all__ = ["PrefixCache", "attention_layers", "total_nbytes"]
 
 _Self = TypeVar("_Self", bound="PrefixCache")
-_WINDOWED = ("sliding_attention", "chunked_attention")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def attention_layers(config: PreTrainedConfig, cache_name: str) -> list[LayerSpec]:
-    """Return what each layer of ``config`` keeps, if it is a kind that prefix caches hold exactly.
+def attention_layers(
+    config: PreTrainedConfig, cache_name: str, kinds: Container[str] = _ATTENTION
+) -> list[LayerSpec]:
+    """Return what each layer of ``config`` keeps, if it is one of ``kinds``.
 
     Raises:
         UnsupportedLayerError: Another kind.
@@ -41,16 +43,23 @@ def attention_layers(config: PreTrainedConfig, cache_name: str) -> list[LayerSpe
         )
     specs = layer_specs(config)
     for index, spec in enumerate(specs):
-        if spec.kind != "full_attention" and spec.kind not in _WINDOWED:
+        if spec.kind not in kinds:
             raise UnsupportedLayerError(
                 f"layer {index} of {type(config).__name__} is of the kind {spec.kind!r}, which {cache_name} does not "
-                "hold; it holds full, sliding and chunked attention: use Transformers' own cache for this model"
+                f"hold exactly; use prefix-dynamic if it does, or Transformers' own cache, for this model"
             )
     return specs
 
 
-class PrefixCache(PaddingAwareCache):
-    """Base of all prefix caches; see `PrefixDynamicCache` and `PrefixStaticCache`."""
+class PrefixCache(RunningStateCache):
+    """Base of all prefix caches; see `PrefixDynamicCache` and `PrefixStaticCache`.
+
+    Example:
+        >>> import hf_prefix_cache as hpc
+        >>> from transformers import LlamaConfig
+        >>> isinstance(hpc.PrefixDynamicCache(config=LlamaConfig(num_hidden_layers=2)), hpc.PrefixCache)
+        True
+    """
 
     strategy: str
     _options: dict[str, Any]
@@ -61,12 +70,12 @@ class PrefixCache(PaddingAwareCache):
     @property
     def rows(self) -> int | None:
         """Rows of the batch, or None while nothing is held."""
-        rows: int | None = self.layers[0].rows
+        rows: int | None = self._leading_layer.rows
         return rows
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of keys and values held."""
+        """Every tensor of keys and values held, spare room included."""
         return [tensor for layer in self.layers for tensor in layer.tensors()]
 
     @property
@@ -111,12 +120,13 @@ class PrefixCache(PaddingAwareCache):
             FingerprintMismatchError: ``model`` has another configuration than the cache was made for.
 
         Example:
-            >>> import hf_prefix_cache as hpc
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from hf_prefix_cache.compat import cache_argument
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
             >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
             >>> cache = hpc.PrefixDynamicCache(config=model.config)
-            >>> _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+            >>> _ = model(torch.tensor([[1, 2, 3]]), **cache_argument(cache))
             >>> cache.snapshot().seq_length
             3
         """
@@ -229,8 +239,8 @@ class PrefixCache(PaddingAwareCache):
             )
         if not self.can_crop_to(length):
             raise NotCroppableError(
-                f"the cache cannot be cropped from {held} to {length} tokens: a window has moved on and no longer "
-                "holds the tokens before it; restore a snapshot taken at that length, or call "
+                f"the cache cannot be cropped from {held} to {length} tokens: a window or running state has moved "
+                "on and no longer holds what came before; restore a snapshot taken at that length, or call "
                 "activate_past_recording on a dynamic cache before the tokens to undo are added"
             )
         for layer in self.layers:

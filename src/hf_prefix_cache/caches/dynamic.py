@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..compat import decoder_config
-from ..layers import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
+from ..layers import DYNAMIC_KINDS
 from ..snapshot import register_cache
 from .base import PrefixCache, attention_layers
 
@@ -23,7 +23,7 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
         config: Configuration of the model it is for.
 
     Raises:
-        UnsupportedLayerError: The model has layers of another kind than full, sliding or chunked attention.
+        UnsupportedLayerError: The model has layers of a kind that is not held exactly.
 
     Example:
         >>> import hf_prefix_cache as hpc
@@ -36,10 +36,8 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
     is_compileable = False  # Transformers would compile any subclass of DynamicCache whose layers allow it
 
     def __init__(self, *, config: PreTrainedConfig) -> None:
-        layers: list[Any] = [
-            PrefixDynamicLayer() if spec.window is None else PrefixDynamicSlidingWindowLayer(spec.window)
-            for spec in attention_layers(config, type(self).__name__)
-        ]
+        specs = attention_layers(config, type(self).__name__, DYNAMIC_KINDS)
+        layers: list[Any] = [DYNAMIC_KINDS[spec.kind](spec) for spec in specs]
         Cache.__init__(self, layers=layers)
         self._config, self._options = decoder_config(config), {}
 

@@ -21,6 +21,14 @@ class PreparedInputs(NamedTuple):
         position_ids: Their positions, counted over tokens and not over padding, int64 ``[rows, new]``.
         attention_mask: 1 for tokens and 0 for padding, int64 ``[rows, cached + new]``; on static caches 0 up to
             their last place, ``[rows, max_cache_len]``.
+
+    Example:
+        >>> import torch, hf_prefix_cache as hpc
+        >>> from transformers import LlamaConfig
+        >>> cache = hpc.PrefixDynamicCache(config=LlamaConfig(num_hidden_layers=2))
+        >>> inputs = cache.prepare_inputs(torch.tensor([[0, 7], [8, 9]]), torch.tensor([[0, 1], [1, 1]]))
+        >>> inputs.position_ids.tolist()
+        [[0, 0], [0, 1]]
     """
 
     input_ids: torch.Tensor
@@ -38,8 +46,13 @@ class PaddingAwareCache(Cache):
     @property
     def seq_length(self) -> int:
         """Tokens held, padding included, as a plain int."""
-        length: int = self.layers[0].seen()
+        length: int = self._leading_layer.seen()
         return length
+
+    @property
+    def _leading_layer(self) -> Any:
+        """The layer that knows length and rows best: the first that holds keys, else the first."""
+        return next((layer for layer in self.layers if layer.holds_keys), self.layers[0])
 
     @property
     def padding_mask(self) -> torch.Tensor | None:
@@ -72,15 +85,17 @@ class PaddingAwareCache(Cache):
                 wrong by nature, or on one whose positions cannot be set.
 
         Example:
-            >>> import hf_prefix_cache as hpc
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from hf_prefix_cache.compat import cache_argument
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
             >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
             >>> cache = hpc.PrefixDynamicCache(config=model.config)
-            >>> _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+            >>> _ = model(torch.tensor([[1, 2, 3]]), **cache_argument(cache))
             >>> batch = cache.fork(batch_size=2)
             >>> suffixes, mask = torch.tensor([[4, 5], [6, 0]]), torch.tensor([[1, 1], [1, 0]])
-            >>> model(**batch.prepare_inputs(suffixes, mask)._asdict(), past_key_values=batch).logits.shape
+            >>> inputs = batch.prepare_inputs(suffixes, mask)._asdict()
+            >>> model(**inputs, **cache_argument(batch)).logits.shape
             torch.Size([2, 2, 32])
         """
         ids = check_token_ids(input_ids, config=self._config)
@@ -120,10 +135,10 @@ class PaddingAwareCache(Cache):
             raise InputMismatchError(
                 f"attention_mask leaves row {int(empty[0])} without any token; leave that row out of the batch"
             )
-        if any(layer.window is not None for layer in self.layers):
+        if not all(layer.is_sliceable for layer in self.layers):
             raise UnsupportedModelError(
-                "padded rows on a model with sliding or chunked windows: padding between prefix and suffix shifts "
-                "the windows; run rows of equal length, or use PrefixCachedModel.forward, which groups them"
+                "padded rows on a model with windows or a running state: padding between prefix and suffix shifts "
+                "the windows and enters the state; run rows of equal length, or use PrefixCachedModel.forward, which groups them"
             )
         if not positions_follow_mask(self._config):
             raise UnsupportedModelError(

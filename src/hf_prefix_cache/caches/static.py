@@ -7,7 +7,7 @@ from transformers.cache_utils import Cache, StaticCache
 
 from ..compat import decoder_config
 from ..exceptions import BatchSizeError, CacheCapacityError
-from ..layers import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
+from ..layers import STATIC_KINDS
 from ..snapshot import register_cache
 from .base import PrefixCache, attention_layers
 
@@ -26,7 +26,7 @@ class PrefixStaticCache(PrefixCache, StaticCache):
         max_batch_size: Rows that it holds at most; by default those of the first batch.
 
     Raises:
-        UnsupportedLayerError: The model has layers of another kind than full, sliding or chunked attention.
+        UnsupportedLayerError: The model has layers of a kind that is not held exactly.
         CacheCapacityError: ``max_cache_len`` is below 1.
         BatchSizeError: ``max_batch_size`` is below 1.
 
@@ -44,12 +44,8 @@ class PrefixStaticCache(PrefixCache, StaticCache):
             raise CacheCapacityError(f"max_cache_len is {max_cache_len}; it must be at least 1")
         if max_batch_size is not None and max_batch_size < 1:
             raise BatchSizeError(f"max_batch_size is {max_batch_size}; it must be at least 1")
-        layers: list[Any] = [
-            PrefixStaticLayer(max_cache_len=max_cache_len)
-            if spec.window is None
-            else PrefixStaticSlidingWindowLayer(max_cache_len=max_cache_len, sliding_window=spec.window)
-            for spec in attention_layers(config, type(self).__name__)
-        ]
+        specs = attention_layers(config, type(self).__name__, STATIC_KINDS)
+        layers: list[Any] = [STATIC_KINDS[spec.kind](spec, max_cache_len) for spec in specs]
         for layer in layers:
             layer.max_batch_size = max_batch_size
         Cache.__init__(self, layers=layers)

@@ -20,6 +20,7 @@ class PrefixDynamicLayer(DynamicLayer):
     """
 
     window: int | None = None
+    holds_keys = True
 
     def __init__(self) -> None:
         self._shared: tuple[KeyValues, ...] = ()
@@ -94,6 +95,11 @@ class PrefixDynamicLayer(DynamicLayer):
     def rows(self) -> int | None:
         """Rows of the batch, or None while nothing is held."""
         return self._rows
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether every shorter prefix can be taken from it exactly."""
+        return self.window is None
 
     def seen(self) -> int:
         """Return the tokens seen, as a plain int."""

@@ -13,6 +13,7 @@ from .state import AttentionState
 from .static import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
 
 __all__ = [
+    "LayerState",
     "PrefixHybridLayer",
     "PrefixHybridSlidingWindowLayer",
     "PrefixRecurrentLayer",
@@ -41,6 +42,7 @@ class RecurrentState:
     attention: AttentionState | None = None
 
     is_sliceable = False
+    kept = "a running state, which exists only after the last token"
 
     @property
     def window(self) -> int | None:
@@ -102,6 +104,10 @@ class RecurrentState:
         )
 
 
+LayerState = AttentionState | RecurrentState
+"""What a layer of any kind holds at a moment."""
+
+
 class PrefixRecurrentLayer(LinearAttentionLayer):
     """A layer with a running state only.
 
@@ -111,6 +117,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     window: int | None = None
     is_sliceable = False
+    holds_keys = False
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
@@ -121,11 +128,16 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def begin_step(self) -> None:
         """Note that a forward reads the state."""
-        self._tokens, self._step_begun = self.get_seq_length(), True
+        self._tokens, self._step_begun = self._counted(), True
         self._leave_inference_mode()
+
+    def cancel_step(self) -> None:
+        """Take `begin_step` back: the forward was refused."""
+        self._step_begun = False
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Add the inputs ``[rows, channels, tokens]`` of a convolution and return them behind those held."""
+        self.check_rows(conv_states.shape[0])
         self._leave_inference_mode()
         result: torch.Tensor = LinearAttentionLayer.update_conv_state(self, conv_states, state_idx, **kwargs)
         if state_idx == 0:
@@ -143,8 +155,8 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
     @property
     def rows(self) -> int | None:
         """Rows of the batch, or None while nothing is held."""
-        held = [tensor for tensor in self.tensors() if tensor.numel()]
-        return held[0].shape[0] if held and self.get_seq_length() else None
+        held = self.tensors()
+        return held[0].shape[0] if held and any(self.has_previous_state.values()) else None
 
     def check_rows(self, rows: int) -> None:
         """Raise `BatchSizeError` unless a batch of ``rows`` continues what is held."""
@@ -163,7 +175,11 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def get_seq_length(self) -> int:
         """Return the tokens seen."""
-        return self._tokens + self._step_begun
+        return self._counted()
+
+    def seen(self) -> int:
+        """Return the tokens seen, as a plain int."""
+        return self._counted()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor held."""
@@ -177,7 +193,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
             tuple(self.conv_states.values()) if seen else (None,) * self.number_of_states,
             tuple(self.recurrent_states.values()) if seen else (None,) * self.number_of_states,
             tuple(self.conv_kernel_size.values()),
-            self.get_seq_length(),
+            self._counted(),
         )
 
     def share(self) -> RecurrentState:
@@ -186,7 +202,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def load(self, state: RecurrentState, rows: int) -> None:
         """Copy ``state`` for a batch of ``rows``; in place, addresses kept, where shapes allow it."""
-        self.reset()
+        PrefixRecurrentLayer.reset(self)
         self._tokens = state.length
         for index in range(self.number_of_states):
             self.conv_kernel_size[index] = state.widths[index]
@@ -209,7 +225,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether the first ``length`` tokens can be kept: with recording on, as far as inputs were kept."""
-        removed = self.get_seq_length() - length
+        removed = self._counted() - length
         if removed == 0 or length == 0:
             return removed >= 0
         if removed < 0 or not self.record_past or any(self.is_recurrent_states_initialized.values()):
@@ -223,7 +239,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def crop_to(self, length: int) -> None:
         """Keep the first ``length`` tokens. Ask `can_crop_to` before."""
-        removed = self.get_seq_length() - length
+        removed = self._counted() - length
         if length == 0:
             self.reset()
         elif self.record_past and not any(self.is_recurrent_states_initialized.values()):
@@ -232,7 +248,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens; `can_crop_to` says whether that is possible."""
-        self.crop_to(max(0, self.get_seq_length() + tokens_to_remove))
+        self.crop_to(max(0, self.seen() + tokens_to_remove))
 
     def reset(self) -> None:
         """Forget everything; the tensors stay where they are."""
@@ -272,6 +288,9 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
     def unshare(self) -> None:
         """Do nothing: a running state is never shared."""
 
+    def _counted(self) -> int:
+        return self._tokens + self._step_begun
+
     def _leave_inference_mode(self) -> None:
         if torch.is_inference_mode_enabled():
             return
@@ -287,6 +306,8 @@ class _HybridLayer(PrefixRecurrentLayer):
     A subclass names the attention's class behind this one, so that in the order of methods everything of the running
     state comes first, then everything of the attention.
     """
+
+    holds_keys = True
 
     @property
     def _attention(self) -> Any:
@@ -320,6 +341,11 @@ class _HybridLayer(PrefixRecurrentLayer):
     def get_seq_length(self) -> int:
         """Return the tokens seen."""
         length: int = self._attention.get_seq_length()
+        return length
+
+    def seen(self) -> int:
+        """Return the tokens seen, as a plain int."""
+        length: int = self._attention.seen()
         return length
 
     def get_max_length(self) -> int:

@@ -76,6 +76,11 @@ class AttentionState:
         return self.window is None
 
     @property
+    def kept(self) -> str:
+        """What is held, in words."""
+        return f"a window of {self.window} tokens and holds them only from token {self.first} on"
+
+    @property
     def first(self) -> int:
         """Position of the first retained token."""
         return self.length - sum(segment.tokens for segment in self.segments)

@@ -22,6 +22,7 @@ class _StaticRows(StaticLayer):
     keys: torch.Tensor
     values: torch.Tensor
     window: int | None = None
+    holds_keys = True
     max_batch_size: int | None = None
     active_rows: int
     total_len: int  # tokens that the cache may see; the buffers of a window hold fewer
@@ -110,6 +111,11 @@ class _StaticRows(StaticLayer):
                 f"{rows} rows do not fit the static cache, which has room for {self.batch_size}; make it with "
                 f"max_batch_size={rows}, or fork it with batch_size={rows}"
             )
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether every shorter prefix can be taken from it exactly."""
+        return self.window is None
 
     @abstractmethod
     def seen(self) -> int:
