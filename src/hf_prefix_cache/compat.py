@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .exceptions import IncompatibleTransformersError
 
@@ -21,6 +22,8 @@ __all__ = [
     "attention_implementation",
     "cache_argument",
     "decoder_config",
+    "drafts_from_tokens",
+    "forget_rotary_state",
     "generation_mixin",
     "keeps_padding_mask",
     "layer_specs",
@@ -46,6 +49,8 @@ DECODER_HOOKS: dict[str, tuple[str, ...]] = {
         "max_cache_length",
     ),
     "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    "_assisted_decoding": ("input_ids", "generation_config", "assistant_model"),
+    "prepare_inputs_for_generation": ("input_ids", "next_sequence_length", "is_first_iteration"),
 }
 
 # ALiBi models without `position_ids` whose biases count over the attention mask.
@@ -179,12 +184,52 @@ def original_max_positions(config: PreTrainedConfig) -> int | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     for entry in nested:
-        if entry.get("rope_type") in ("dynamic", "longrope"):
-            original = entry.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            return int(original or config.max_position_embeddings)
+        if entry.get("rope_type") == "dynamic":
+            return int(config.max_position_embeddings)
+        if entry.get("rope_type") == "longrope":
+            return int(entry["original_max_position_embeddings"])
     return None
+
+
+def forget_rotary_state(model: PreTrainedModel) -> None:
+    """Put frequencies that follow the sequence length back to those of short sequences, as in a fresh model.
+
+    Dynamic NTK remembers the longest sequence it has seen, and computes later ones otherwise than a fresh model does.
+    """
+    if original_max_positions(model.config) is None:
+        return
+    for module in model.modules():
+        for name, original in list(module.named_buffers(recurse=False)):
+            if not name.endswith("original_inv_freq"):
+                continue
+            prefix = name.removesuffix("original_inv_freq")
+            current = getattr(module, f"{prefix}inv_freq")
+            if not torch.equal(current, original.to(current.device)):
+                setattr(module, f"{prefix}inv_freq", original.to(current.device, copy=True))
+            if hasattr(module, f"{prefix}max_seq_len_cached"):
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def static_cache_length(model: PreTrainedModel, length: int) -> int:
+    """Return the length of a static cache for ``length`` tokens: at least that of earlier calls, as Transformers does.
+
+    Compiled code stays valid for a cache of the same length.
+    """
+    keeper: Any = model
+    keeper._previous_max_cache_length = max(length, getattr(model, "_previous_max_cache_length", 0))
+    return int(keeper._previous_max_cache_length)
+
+
+def drafts_from_tokens(generation_config: GenerationConfig, assistant_model: PreTrainedModel | None) -> bool:
+    """Return whether assisted decoding makes its drafts from token ids alone, and not from the model's states."""
+    if generation_config.prompt_lookup_num_tokens is not None:
+        return True
+    if getattr(generation_config, "use_mtp", None) or getattr(generation_config, "speculation_type", None):
+        return False
+    if assistant_model is None:
+        return True
+    usual: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(assistant_model.config), None)
+    return type(assistant_model) is usual and "Assistant" not in usual.__name__
 
 
 def positions_follow_mask(config: PreTrainedConfig) -> bool:

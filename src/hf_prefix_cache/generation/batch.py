@@ -20,6 +20,11 @@ class PromptBatch:
     padding: tuple[int, ...]
 
     @property
+    def columns(self) -> int:
+        """Columns of the batch, padding included."""
+        return len(self.rows[0]) + self.padding[0]
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows."""
         return sum(len(row) for row in self.rows)
@@ -28,6 +33,16 @@ class PromptBatch:
     def shortest(self) -> int:
         """Tokens of the shortest row."""
         return min(len(row) for row in self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row) for row in self.rows)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether any row has padding."""
+        return any(self.padding)
 
 
 def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> PromptBatch | None:
@@ -61,10 +76,16 @@ def moved_mask(batch: PromptBatch, shared: int, device: torch.device) -> torch.T
     """Return the mask of the batch with the padding behind the first ``shared`` tokens instead of before them.
 
     Attention does not depend on the order of the columns, so with positions counted over the mask every row
-    computes what it did before, while the shared prefix lies in the same columns of all rows. int64 ``[rows, columns]``.
+    computes what it did before, while the shared prefix lies in the same columns of all rows::
+
+        as passed:   . . S S S a        in the cache:   S S S . . a
+                     . S S S b c                        S S S . b c
+                     S S S d e f                        S S S d e f
+
+    Returns:
+        int64 ``[rows, columns]``.
     """
-    columns = len(batch.rows[0]) + batch.padding[0]
-    index = torch.arange(columns)
+    index = torch.arange(batch.columns)
     padding = torch.tensor(batch.padding)[:, None]
     mask = (index[None] < shared) | (index[None] >= shared + padding)
     return mask.to(device=device, dtype=torch.int64)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..caches import PrefixCache
 from ..exceptions import UnknownOptionError
 from ..snapshot import PrefixSnapshot
+from .batch import PromptBatch
 
 __all__ = ["Call", "CallOptions", "current_call", "given_for", "given_prefix", "running_call"]
 
@@ -33,13 +34,17 @@ class CallOptions:
         """Read ``cache_config``, a dict or None.
 
         Raises:
-            UnknownOptionError: Another key, or a value of another type.
+            UnknownOptionError: Not a dict, another key, or a value of another type.
         """
+        if cache_config is not None and not isinstance(cache_config, dict):
+            raise UnknownOptionError(
+                f"cache_config is {cache_config!r}; it must be a dict such as {{'reuse': False}} or None"
+            )
         options = dict(cache_config or {})
         for name, kind in (("reuse", bool), ("namespace", str)):
             if name in options and not isinstance(options[name], kind):
                 raise UnknownOptionError(f"cache_config[{name!r}] is {options[name]!r}; it must be a {kind.__name__}")
-        unknown = sorted(set(options) - {"reuse", "namespace"})
+        unknown = sorted(set(options) - {"reuse", "namespace"}, key=str)
         if unknown:
             raise UnknownOptionError(
                 f"cache_config has {', '.join(map(repr, unknown))}; the options of prefix strategies are 'reuse' and "
@@ -50,18 +55,39 @@ class CallOptions:
 
 @dataclass
 class Call:
-    """A running call. What ``_prepare_cache_for_generation`` and ``_prefill`` leave here is used when it ends."""
+    """A running call. What its hooks leave here is used by later ones.
+
+    Attributes:
+        options: What ``cache_config`` said.
+        strategy: The strategy that runs, ``prefix-auto`` resolved; empty where none was asked for.
+        cache: The cache that was made for the call, or that the caller passed.
+        is_own_cache: Whether the caller passed it.
+        feeds_drafts: Whether the next forward is the first of assisted decoding, of the prompt with its first drafts.
+        fingerprint: Of the model, where the store is used.
+        copies: Neighbouring rows that are copies of one prompt, for beams and returned sequences.
+        rows_continue: Whether row i of the result continues row i of the prompts.
+        batch: The prompts whose tokens may be kept; None where token ids do not show what was computed.
+        shared: Columns of the cache before its padding.
+        kept_columns: Columns of the sequences that may be kept; later ones were computed with other frequencies.
+        end_ids: Token ids that end a row.
+        moved: Mask of the prompts' columns in the cache, int64 ``[rows, columns]``, where it has padding elsewhere.
+        known_before: Token ids ``[rows or 1, n]`` in a passed cache before the prompt; None where they are unknown.
+    """
 
     options: CallOptions = field(default_factory=CallOptions)
     strategy: str = ""
     cache: PrefixCache | None = None
+    is_own_cache: bool = False
+    feeds_drafts: bool = False
     fingerprint: str = ""
-    rows_continue: bool = False  # row i of the result continues row i of the prompt
-    padding: tuple[int, ...] = ()  # padding columns of each row
-    shared: int = 0  # columns of the cache before the padding: the shared prefix
-    columns: int = 0  # columns of the prompts, padding included
+    copies: int = 1
+    rows_continue: bool = False
+    batch: PromptBatch | None = None
+    shared: int = 0
+    kept_columns: int | None = None
     end_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    prompt: PrefixSnapshot | None = None  # where a window moves on, the state at the end of the prompt
+    moved: torch.Tensor | None = None
+    known_before: torch.Tensor | None = None
 
 
 _call: ContextVar[Call | None] = ContextVar("hf_prefix_cache_call", default=None)

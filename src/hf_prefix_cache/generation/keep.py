@@ -1,59 +1,60 @@
-"""After ``generate``: keep the prompt and the generated tokens for later calls."""
+"""Keeping what a call computed for later calls, one row at a time."""
 
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
-from ..compat import original_max_positions
+from ..compat import decoder_config
 from ..layers import AttentionState, KeyValues
+from ..snapshot import PrefixSnapshot
 from ..store import store_for
+from .batch import PromptBatch
 from .call import Call
 
 __all__ = ["keep_rows"]
 
 
-def keep_rows(model: PreTrainedModel, sequences: torch.Tensor, call: Call) -> None:
-    """Store what each row of the call computed: its prompt and what it generated, but for tokens never fed.
+def keep_rows(
+    model: PreTrainedModel, sequences: torch.Tensor, call: Call, *, next_logits: torch.Tensor | None = None
+) -> None:
+    """Store what the call's cache holds of each row: its prompt and what was generated, but for tokens never fed.
 
     Args:
         model: The model.
-        sequences: Prompts and generated tokens as ``generate`` returned them, ``[rows, columns]``.
-        call: The call that has just ended.
+        sequences: Prompts, and generated tokens if there are any, in the order of the cache's rows,
+            ``[rows, columns]``.
+        call: The call, whose cache holds the first of those columns.
+        next_logits: Logits after the last column, ``[rows, vocab]``, where the cache holds all columns.
     """
-    cache = call.cache
-    if cache is None or not call.options.reuse or not call.padding:
+    cache, batch = call.cache, call.batch
+    if cache is None or batch is None or cache.rows != len(sequences):
         return
-    store, namespace = store_for(model), call.options.namespace
-    if call.prompt is not None:
-        store.insert(call.prompt, namespace)
-    if not call.rows_continue or cache.rows != len(sequences):
-        return
-    held = cache.snapshot()
-    limit = original_max_positions(model.config)
-    for index, padding in enumerate(call.padding):
-        tokens = _fed_tokens(sequences[index].cpu(), padding, held.seq_length, call)
-        if limit is not None:
-            tokens = tokens[:limit]
-        row = replace(
-            held,
-            layers=tuple(_row(layer, index, call.shared, call.shared + padding) for layer in held.layers),
-            seq_length=held.seq_length - padding,
+    store, config = store_for(model), decoder_config(model.config)
+    held = min(cache.seq_length, call.kept_columns or cache.seq_length)
+    # Views of the cache's own tensors: the store copies what it does not hold yet.
+    layers = [layer.state().detach() for layer in cache.layers]
+    for index, padding in enumerate(batch.padding):
+        tokens = _fed_tokens(sequences[index, :held].cpu(), padding, batch, call.end_ids)
+        row = PrefixSnapshot(
+            layers=tuple(_row(layer, index, call.shared, call.shared + padding) for layer in layers),
+            seq_length=cache.seq_length - padding,
             batch_size=1,
+            strategy=call.strategy,
+            config=config,
             fingerprint=call.fingerprint,
-            padding_mask=None,
-            input_ids=None,
         )
         if row.can_crop_to(len(tokens)):
-            store.insert(replace(row.crop_to(len(tokens)), input_ids=tokens[None]), namespace)
+            logits = None if next_logits is None else next_logits[index : index + 1].detach()
+            row = replace(row.crop_to(len(tokens)), input_ids=tokens[None], next_logits=logits)
+            store.insert(row, call.options.namespace)
 
 
-def _fed_tokens(sequence: torch.Tensor, padding: int, held: int, call: Call) -> torch.Tensor:
-    """Return the tokens of one row that the cache holds, without padding and without what follows its end."""
-    fed = sequence[padding : min(held, len(sequence))]
-    generated = fed[call.columns - padding :]
-    ends = torch.isin(generated, call.end_ids).nonzero()
-    return fed[: call.columns - padding + int(ends[0]) + 1] if len(ends) else fed
+def _fed_tokens(sequence: torch.Tensor, padding: int, batch: PromptBatch, end_ids: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of a row, of which all columns were fed, without padding and without what follows its end."""
+    ends = torch.isin(sequence[batch.columns :], end_ids).nonzero()
+    stop = batch.columns + int(ends[0]) + 1 if len(ends) else len(sequence)
+    return sequence[padding:stop]
 
 
 def _row(state: AttentionState, index: int, start: int, stop: int) -> AttentionState:

@@ -1,27 +1,26 @@
 """The prefill of ``generate``: find what is known, compute what rows share once, leave the rest to Transformers."""
 
-import inspect
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..caches import PrefixCache, PrefixDynamicCache
-from ..compat import CACHE_ARGUMENT, original_max_positions
-from ..exceptions import InputMismatchError
+from ..caches import PrefixDynamicCache
+from ..compat import original_max_positions
+from ..fingerprint import fingerprint_of
 from ..forward import feed
 from ..report import GenerationReport, record_report
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
-from .batch import PromptBatch, common_prefix_length, moved_mask, positions_of, read_batch
+from .batch import common_prefix_length, moved_mask, positions_of, read_batch
 from .call import Call, given_for
+from .columns import feed_columns
+from .reasons import why_not_beside, why_not_by_ids, within_one_regime
 
-__all__ = ["continue_own_cache", "reuse_prefix"]
+__all__ = ["reuse_prefix"]
 
-# A prefix that rows share is computed apart, at batch 1, if that saves at least this many tokens.
+# Rows compute together what they share only if that saves at least this many tokens: it costs a forward of its own.
 _WORTH_A_FORWARD = 32
-# What `generate` passes to every forward of a text model. Other tensors (images, embeddings) decide numbers too.
-_PLAIN_ARGUMENTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE_ARGUMENT})
 
 
 def reuse_prefix(
@@ -30,113 +29,96 @@ def reuse_prefix(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     call: Call,
+    *,
+    reason: str = "",
 ) -> None:
     """Put the call's cache at the longest known prefix of ``input_ids`` ``[rows, columns]``.
 
     Transformers then prefills what is left. ``model_kwargs`` gets the mask and positions that go with it.
+
+    Args:
+        model: The model.
+        input_ids: The prompts, copies for beams and returned sequences included.
+        generation_config: The call's.
+        model_kwargs: What ``generate`` passes to the model; changed in place.
+        call: The call; is told what may be kept when it ends.
+        reason: Why nothing may be reused, where the caller knows one.
     """
-    cache = call.cache
+    cache, rows = call.cache, input_ids.shape[0]
     if cache is None:
         return
+    if input_ids.shape[1]:
+        call.known_before = torch.empty(1, 0, dtype=torch.long)
     batch = read_batch(input_ids, model_kwargs.get("attention_mask")) if input_ids.shape[1] else None
-    reason = _why_afresh(model, batch, cache, model_kwargs, call)
-    rows = input_ids.shape[0]
-    if batch is None or reason:
-        tokens = int(input_ids.numel()) if batch is None else batch.tokens
-        call.rows_continue = call.rows_continue and batch is not None and not reason
-        record_report(model, GenerationReport(call.strategy, rows, tokens, tokens, 0, reason))
+    if not call.options.reuse:
+        reason = "reuse is switched off in cache_config"
+    elif not reason:
+        call.fingerprint = fingerprint_of(model)
+    unknown = reason or why_not_by_ids(model, batch, model_kwargs)
+    if batch is None or unknown:
+        tokens = _count_tokens(input_ids, model_kwargs)
+        record_report(model, GenerationReport(call.strategy, rows, tokens, tokens, 0, unknown))
         return
-    call.padding = batch.padding
-    common = min(common_prefix_length(batch.rows), batch.shortest - 1)
-    known = _longest_known(model, batch.rows[0][:common], call) if common else None
-    stored = 0 if known is None else known.seq_length
-    computed = 0
-    if rows > 1 and (rows - 1) * (common - stored) >= _WORTH_A_FORWARD:
-        known = _compute(model, batch.rows[0][:common], known, call, generation_config.prefill_chunk_size)
-        computed = common - stored
-    if known is not None:
-        cache.load(known, batch_size=rows)
-        call.shared = known.seq_length
-        if isinstance(cache, PrefixDynamicCache) and call.rows_continue:
-            # Decoding would gather the shared prefix at every step. Beams keep it shared: they reorder rows at
-            # every step, and what is shared needs no reordering.
-            cache.unshare()
-        if any(batch.padding):
-            mask = moved_mask(batch, call.shared, input_ids.device)
-            model_kwargs["attention_mask"], model_kwargs["position_ids"] = mask, positions_of(mask)
-    computed += batch.tokens - rows * call.shared
+    call.batch = batch
+    limit = original_max_positions(model.config)
+    if limit is not None:
+        call.kept_columns = batch.columns + limit - batch.longest
+    has_windows = any(layer.window is not None for layer in cache.layers)
+    max_length = generation_config.max_length or batch.columns
+    alone = why_not_beside(model, batch, has_windows=has_windows, max_length=max_length)
+    if alone:
+        record_report(model, GenerationReport(call.strategy, rows, batch.tokens, batch.tokens, 0, alone))
+        return
+    stored, computed = _share_prefix(model, input_ids, generation_config, model_kwargs, call)
+    held = cache.seq_length
+    computed += batch.tokens - sum(held - (padding if held > call.shared else 0) for padding in batch.padding)
     record_report(model, GenerationReport(call.strategy, rows, batch.tokens, computed, stored))
 
 
-def continue_own_cache(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], cache: PrefixCache
-) -> None:
-    """Make ``generate`` right on a prefix cache that the caller passes, with full ids or with the new ids alone.
-
-    Transformers derives from the mask which of the two it got, and returns wrong tokens if the cache already holds
-    the whole prompt. Here a known prefix decides, and a prompt that is cached whole is fed its last token again.
-
-    Raises:
-        InputMismatchError: Fewer ids than the cache holds and no way to tell whether they are new.
-        NotCroppableError: The prompt is cached whole and the cache cannot go back.
-    """
-    held, new = cache.seq_length, input_ids.shape[1]
-    mask = model_kwargs.get("attention_mask")
-    covered = mask.shape[1] if mask is not None else (getattr(generation_config, "_mask_length", None) or new)
-    if not held or not new or covered != new:
-        return
-    known = cache.known_ids
-    shown = min(held, new)
-    if known is not None and known.shape[1] >= shown:
-        is_full = bool((known[:, :shown] == input_ids[:, :shown].cpu()).all())
-    elif new < held:
-        raise InputMismatchError(
-            f"the cache holds {held} tokens and input_ids has {new}; pass attention_mask of shape "
-            f"[{input_ids.shape[0]}, {held + new}] if they are new tokens, or crop the cache if they are not"
-        )
-    else:
-        is_full = True
-    if is_full:
-        if held >= new:
-            cache.crop_to(new - 1)
-        return
-    new_mask = torch.ones_like(input_ids) if mask is None else mask
-    full = torch.cat([new_mask.new_ones(input_ids.shape[0], held), new_mask], dim=1)
-    model_kwargs["attention_mask"], model_kwargs["position_ids"] = full, positions_of(full)
-
-
-def _why_afresh(
-    model: PreTrainedModel, batch: PromptBatch | None, cache: PrefixCache, model_kwargs: dict[str, Any], call: Call
-) -> str:
-    """Return why the prompt has to be computed without reuse, or an empty string."""
-    if not call.options.reuse:
-        return "reuse is switched off in cache_config"
-    extra = sorted(
-        name
-        for name, value in model_kwargs.items()
-        if name not in _PLAIN_ARGUMENTS and isinstance(value, torch.Tensor | list | dict)
-    )
-    if extra:
-        return f"the call passes {', '.join(extra)}, which token ids alone do not show"
-    if batch is None:
-        return "padding is not on the left alone"
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is not None:
-        if mask is None:
-            counted = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
-        else:
-            counted = positions_of(mask)
-        if positions.shape != counted.shape or not torch.equal(positions.cpu(), counted.cpu()):
-            return "the call passes position_ids of its own"
-    if any(batch.padding):
-        if any(layer.window is not None for layer in cache.layers):
-            return "rows are padded, and padding between prefix and suffix would shift the model's windows"
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            return "rows are padded, and the model takes no position_ids"
-    limit = original_max_positions(model.config)
-    if limit is not None and max(len(row) for row in batch.rows) > limit:
-        return f"the prompt is longer than {limit} tokens, where the model's rotary scaling changes"
-    return ""
+def _share_prefix(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    call: Call,
+) -> tuple[int, int]:
+    """Load what is known and compute what several rows share; return the tokens found and the tokens computed."""
+    cache, batch = call.cache, call.batch
+    if cache is None or batch is None:
+        return 0, 0
+    rows, chunk_size = len(batch.rows), generation_config.prefill_chunk_size
+    # The last token of every row is always fed: its logits are what generation starts from.
+    common = min(common_prefix_length(batch.rows[:: call.copies]), batch.shortest - 1)
+    known = _longest_known(model, batch.rows[0][:common], call) if common else None
+    stored = 0 if known is None else known.seq_length
+    computed = 0
+    if (rows - 1) * (common - stored) >= _WORTH_A_FORWARD:
+        known = _compute(model, batch.rows[0][:common], known, call, chunk_size)
+        computed = common - stored
+    call.shared = 0 if known is None else known.seq_length
+    if batch.is_padded and call.shared:
+        mask = moved_mask(batch, call.shared, input_ids.device)
+        model_kwargs["attention_mask"] = call.moved = mask
+        if model_kwargs.get("position_ids") is not None:
+            model_kwargs["position_ids"] = positions_of(mask)
+    distinct = rows // call.copies
+    rest = batch.tokens // call.copies - distinct * (call.shared + 1)
+    fold = distinct > 1 and rest * (call.copies - 1) >= _WORTH_A_FORWARD
+    if known is not None:
+        cache.load(known, batch_size=distinct if fold else rows)
+    if fold:
+        one_each = {
+            name: value[:: call.copies] if isinstance(value, torch.Tensor) else value
+            for name, value in model_kwargs.items()
+        }
+        feed_columns(model, input_ids[:: call.copies, call.shared : -1], cache, one_each, chunk_size=chunk_size)
+        cache.batch_repeat_interleave(call.copies)
+        computed += rest
+    elif isinstance(cache, PrefixDynamicCache) and call.rows_continue:
+        # Decoding would gather the shared prefix at every step. Beams keep it shared: they reorder rows at every step,
+        # and what is shared needs no reordering.
+        cache.unshare()
+    return stored, computed
 
 
 def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> PrefixSnapshot | None:
@@ -146,6 +128,8 @@ def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> 
     if given is None or given.input_ids is None:
         return found
     given.verify(model)
+    if not within_one_regime(model, given, length=len(tokens)):
+        return found
     length = common_prefix_length((given.input_ids[0], tokens))
     while length and not given.can_crop_to(length):
         length -= 1
@@ -167,3 +151,11 @@ def _compute(
     snapshot = single.snapshot(model=model, input_ids=tokens[None], next_logits=logits)
     store_for(model).insert(snapshot, call.options.namespace)
     return snapshot
+
+
+def _count_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
+    """Return the prompt tokens of all rows, as far as padding is known."""
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    return int(input_ids.numel()) if embeds is None else embeds.shape[0] * embeds.shape[1]

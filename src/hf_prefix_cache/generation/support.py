@@ -1,0 +1,70 @@
+"""Which models and calls the ``prefix-*`` names serve; the others are refused by name."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..caches import PrefixCache, PrefixStaticCache
+from ..compat import drafts_from_tokens, generation_mixin
+from ..exceptions import UnsupportedModelError
+
+__all__ = ["check_assisted", "check_model", "check_own_assisted", "why_not_assisted"]
+
+
+def check_model(model: PreTrainedModel, strategy: str) -> None:
+    """Raise `UnsupportedModelError` for models whose ``generate`` does not go through the methods that are wrapped."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model, which {strategy!r} does not serve; leave cache_implementation out"
+        )
+    mixin = generation_mixin()
+    for method in ("_prepare_cache_for_generation", "_prefill"):
+        if getattr(type(model), method) is not getattr(mixin, method):
+            raise UnsupportedModelError(
+                f"{name} has its own {method}, so {strategy!r} cannot reuse a prefix exactly there; leave "
+                "cache_implementation out"
+            )
+    generator: Any = model
+    if not generator._supports_default_dynamic_cache():
+        raise UnsupportedModelError(
+            f"{name} keeps its state outside of Transformers' Cache, so {strategy!r} does not serve it; leave "
+            "cache_implementation out"
+        )
+
+
+def check_assisted(model: PreTrainedModel, cache: PrefixCache) -> None:
+    """Raise `UnsupportedModelError` where rejected drafts could not be taken back from ``cache``."""
+    if isinstance(cache, PrefixStaticCache) and any(layer.window is not None for layer in cache.layers):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has windows, from which a static cache cannot take rejected drafts back; use "
+            "'prefix-dynamic' for assisted decoding and prompt lookup"
+        )
+
+
+def why_not_assisted(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    assistant_model: PreTrainedModel | None,
+) -> str:
+    """Return why drafts cannot be verified behind a prefix in the cache, or an empty string."""
+    if not drafts_from_tokens(generation_config, assistant_model):
+        return "drafts are made from what the model computes for the whole prompt"
+    method = "prepare_inputs_for_generation"
+    if getattr(type(model), method) is not getattr(generation_mixin(), method):
+        return f"{type(model).__name__} prepares its inputs by itself, which drafts go through"
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        return "the prompt is padded, and drafts are made from it as it was passed"
+    return ""
+
+
+def check_own_assisted(cache: PrefixCache, reason: str) -> None:
+    """Raise `UnsupportedModelError` where drafts would be verified on a filled cache against ``reason``."""
+    if reason and cache.seq_length:
+        raise UnsupportedModelError(
+            f"assisted decoding and prompt lookup cannot continue the cache that was passed: {reason}; pass complete "
+            "prompts without padding, or an empty cache"
+        )
