@@ -1,0 +1,50 @@
+"""How many tokens are computed at once."""
+
+from typing import Any, NamedTuple
+
+from ..compat import decoder_config
+from .model_access import free_bytes, innermost_model, input_device
+
+__all__ = ["BatchLimits", "default_limits"]
+
+# On a CPU 256 to 1024 tokens are equally fast; more only widens the masked part of attention. An accelerator needs
+# more tokens to be busy.
+_CPU_TOKENS, _ACCELERATOR_TOKENS = 512, 2048
+_SHARE = 0.1  # of the free memory, for the activations of one chunk and for its logits each
+_CPU_LOGITS, _ACCELERATOR_LOGITS = 2**28, 2**30  # bytes of logits at once at most
+
+
+class BatchLimits(NamedTuple):
+    """What goes through the model at once.
+
+    Attributes:
+        max_tokens: Tokens at most.
+        max_probes: Tokens whose logits are kept at most, which bounds ``[probes, vocab]``.
+    """
+
+    max_tokens: int
+    max_probes: int
+
+
+def default_limits(model: Any, max_tokens: int | None = None) -> BatchLimits:
+    """Return limits that are large enough to be fast, and smaller where little memory is free."""
+    return BatchLimits(max_tokens or _batch_tokens(model), _probes(model))
+
+
+def _batch_tokens(model: Any) -> int:
+    device = input_device(model)
+    decoder = decoder_config(model.config)
+    itemsize = innermost_model(model).dtype.itemsize
+    widest = max(getattr(decoder, "intermediate_size", None) or 0, 4 * decoder.hidden_size)
+    # Hidden states, projections and the widest layer's activations, with a margin; freed layer by layer.
+    per_token = 8 * itemsize * (widest + 4 * decoder.hidden_size)
+    most = _CPU_TOKENS if device.type == "cpu" else _ACCELERATOR_TOKENS
+    return max(16, min(most, int(_SHARE * free_bytes(device)) // per_token))
+
+
+def _probes(model: Any) -> int:
+    device = input_device(model)
+    vocab = decoder_config(model.config).vocab_size
+    most = _CPU_LOGITS if device.type == "cpu" else _ACCELERATOR_LOGITS
+    budget = min(most, int(_SHARE * free_bytes(device)))
+    return max(1, budget // (vocab * innermost_model(model).dtype.itemsize))

@@ -1,0 +1,139 @@
+"""The first-use self-check: a small sample by the fast route and by plain rows, before the fast route is trusted."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..compat import attention_implementation, decoder_config, layer_specs
+from ..fingerprint import fingerprint_of
+from .chunk_size import BatchLimits
+from .model_access import innermost_model, input_device
+from .probes import Probes
+from .report import SelfCheck
+from .requests import TokenRequests, pack_requests
+from .rows import score_rows
+from .tree import SortedRows, sort_rows
+
+__all__ = ["TOLERANCES", "check_route", "length_thresholds"]
+
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}
+"""Largest difference of one token's log-probability that counts as rounding, by the model's dtype.
+
+In half precision the order of a sum alone moves log-probabilities by tenths, so there the check finds only gross
+errors; the same code in float32 is held to 1e-4.
+"""
+
+_SHORT = 40  # tokens of the sample that no threshold asks for
+_BRANCH = 8  # tokens of its branches, on either side of a threshold
+_THRESHOLDS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "index_topk",
+    "floor_scale",
+    "original_max_position_embeddings",
+)
+
+_checked: "weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[object, ...], SelfCheck]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+Scorer = Callable[[TokenRequests, SortedRows, Probes, int], None]
+
+
+def length_thresholds(model: Any) -> tuple[int, ...]:
+    """Return the lengths past which the model's configuration says it works differently, ascending."""
+    # As a dictionary, since settings that differ between layers cannot be read as attributes.
+    settings = decoder_config(model.config).to_dict()
+    rotary = settings.get("rope_parameters") or {}
+    parts = [settings, rotary, *(part for part in rotary.values() if isinstance(part, dict))]
+    found = {part.get(name) for part in parts for name in _THRESHOLDS}
+    found |= {spec.window for spec in layer_specs(model.config)}
+    return tuple(sorted(int(value) for value in found if isinstance(value, (int, float)) and value > 1))
+
+
+def check_route(model: Any, requests: TokenRequests, score: Scorer) -> SelfCheck:
+    """Compare ``score`` with plain rows on a sample made of the requests' own tokens.
+
+    Done once for each state of the weights, device, attention implementation and set of thresholds that the requests
+    reach; later calls return what was found.
+
+    Args:
+        model: The model, in evaluation mode.
+        requests: What is going to be scored.
+        score: Scores a sample by the route in question, given a chunk size.
+
+    Returns:
+        What was found. An error raised by ``score`` is a failed check.
+    """
+    longest = int(requests.fed_lengths.max(initial=0))
+    reached = tuple(length for length in length_thresholds(model) if longest > length)
+    base = innermost_model(model)
+    key = (
+        fingerprint_of(base),
+        str(input_device(model)),
+        base.dtype,
+        attention_implementation(decoder_config(model.config)),
+        torch.is_autocast_enabled(input_device(model).type),
+        reached,
+    )
+    known = _checked.setdefault(base, {})
+    if key not in known:
+        known.clear()  # only one state of a model exists at a time
+        known[key] = _compare(model, requests, reached, longest, score)
+    return known[key]
+
+
+def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], longest: int, score: Scorer) -> SelfCheck:
+    tolerance = TOLERANCES.get(innermost_model(model).dtype, TOLERANCES[torch.bfloat16])
+    if torch.is_autocast_enabled(input_device(model).type):
+        tolerance = TOLERANCES[torch.bfloat16]
+    lengths, largest = [], 0.0
+    for length in (min(_SHORT, longest), *(min(threshold + _BRANCH, longest) for threshold in reached)):
+        sample = _sample(requests, length)
+        rows = sort_rows(sample)
+        expected, found = (Probes.of(sample, rows, torch.float32) for _ in range(2))
+        score_rows(
+            model,
+            sample,
+            rows,
+            expected,
+            limits=BatchLimits(length, length),
+            on_tokens=lambda _: None,
+        )
+        lengths.append(length)
+        try:
+            # Chunks far smaller than the sample, so that paths are carried from one to the next.
+            score(sample, rows, found, max(_SHORT // 2, length // 4))
+        except Exception as error:
+            return SelfCheck("failed", tuple(lengths), None, tolerance, f"{type(error).__name__}: {error}")
+        differences = np.abs(expected.logprobs - found.logprobs)
+        worst = float(differences.max(initial=0.0))
+        # A comparison with NaN is false, and NaN on one side only must fail.
+        if not worst <= tolerance and not np.array_equal(np.isnan(expected.logprobs), np.isnan(found.logprobs)):
+            worst = float("inf")
+        largest = max(largest, worst)
+        if not worst <= tolerance:
+            reason = f"log-probabilities of rows of {length} tokens differ by {worst:.2g}"
+            return SelfCheck("failed", tuple(lengths), worst, tolerance, reason)
+    return SelfCheck("passed", tuple(lengths), largest, tolerance)
+
+
+def _sample(requests: TokenRequests, length: int) -> TokenRequests:
+    """Make requests that branch at several depths; the longest reads ``length`` of the longest request's tokens."""
+    source = int(np.argmax(requests.fed_lengths))
+    start = int(requests.starts[source])
+    row = requests.tokens[start : start + length + 1].tolist()
+    branch = min(2 * _BRANCH, len(row) // 2)
+    stem, leaf = row[: len(row) - branch], row[len(row) - branch :]
+    half = len(leaf) // 2
+    return pack_requests(
+        [
+            (stem, leaf),
+            (stem, leaf[::-1]),
+            (stem + leaf[:half], leaf[:half]),
+            (stem[: len(stem) // 2 + 1], leaf[:half]),
+        ]
+    )
