@@ -1,14 +1,17 @@
 """Feeding unpadded tokens to a model on a cache."""
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from .caches import PrefixCache
-from .compat import cache_argument
+from .compat import cache_argument, decoder_config, resumes_in_one_call
+from .layers import PrefixRecurrentLayer, RecurrentState
+from .snapshot import PrefixSnapshot
 
-__all__ = ["feed", "next_token_logits"]
+__all__ = ["feed", "next_token_logits", "takes_single_tokens"]
 
 
 def feed(
@@ -22,15 +25,24 @@ def feed(
         cache: Grows by them.
         chunk_size: Tokens per forward call; None feeds all at once.
     """
-    chunks = input_ids.to(model.device).split(chunk_size or input_ids.shape[1], dim=1)
-    for chunk in chunks:
-        logits = next_token_logits(model, chunk, cache)
+    ids = input_ids.to(model.device)
+    while ids.shape[1]:
+        size = 1 if cache.seq_length and takes_single_tokens(model, cache) else chunk_size or ids.shape[1]
+        logits = next_token_logits(model, ids[:, :size], cache)
+        ids = ids[:, size:]
     return logits
 
 
 def next_token_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: PrefixCache) -> torch.Tensor:
     """Run one forward on ``cache`` and return the logits after the last token, ``[rows, vocab]``."""
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    forward: Any = model.forward
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
     outputs = model(input_ids=input_ids, use_cache=True, return_dict=True, **keep, **cache_argument(cache))
     logits: torch.Tensor = outputs.logits[:, -1]
     return logits
+
+
+def takes_single_tokens(model: PreTrainedModel, prefix: PrefixCache | PrefixSnapshot) -> bool:
+    """Return whether tokens behind ``prefix`` are right only one at a time (Mamba and its like)."""
+    has_state = any(isinstance(layer, PrefixRecurrentLayer | RecurrentState) for layer in prefix.layers)
+    return has_state and not resumes_in_one_call(decoder_config(model.config))

@@ -1,22 +1,30 @@
 """`PrefixCachedModel`: a model that computes a prefix once and uses it in generate and forward."""
 
-import inspect
+import copy
+import warnings
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .caches import PrefixCache, PrefixDynamicCache
-from .compat import cache_argument
-from .exceptions import InputMismatchError, SnapshotIncompleteError, UnknownOptionError
+from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
+from .exceptions import (
+    BatchSizeError,
+    InputMismatchError,
+    SnapshotIncompleteError,
+    UnknownOptionError,
+    UnsupportedModelError,
+)
 from .fingerprint import fingerprint_of
-from .forward import feed
-from .generation import given_prefix
-from .prompts import encode_prefix, encode_prompts
-from .report import GenerationReport, last_report
+from .forward import feed, takes_single_tokens
+from .generation import computes_randomly, given_prefix
+from .layers import AttentionState
+from .prompts import describe_divergence, encode_prefix, encode_prompts
+from .report import GenerationReport, last_report, record_report
 from .snapshot import PrefixSnapshot
 from .store import PrefixStore, set_store, store_for
-from .suffixes import forward_grouped
+from .suffixes import crosses_regime, forward_grouped
 from .validation import check_mask, check_strategy, check_token_ids, vocabulary_size
 
 __all__ = ["PrefixCachedModel"]
@@ -85,24 +93,40 @@ class PrefixCachedModel:
         Raises:
             InputMismatchError: Text without a tokenizer, or several rows.
             InvalidTokensError: Ids that are empty, not integers or out of the vocabulary.
+            UnsupportedModelError: The model is in training mode with dropout.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> model.prefill([5, 6, 7]).next_logits.shape
+            torch.Size([1, 32])
         """
         ids = encode_prefix(prefix, model=self.model, tokenizer=self.tokenizer, **template_options)
         if ids.shape[0] != 1:
             raise InputMismatchError(f"prefix has {ids.shape[0]} rows; a prefix is one row, prefill each on its own")
-        store, fingerprint = store_for(self.model), fingerprint_of(self.model)
-        known = store.match(ids[0], fingerprint)
-        if known is not None and known.seq_length == ids.shape[1] and known.next_logits is not None:
-            return known
-        if known is not None and known.seq_length == ids.shape[1]:
-            known = known.crop_to(known.seq_length - 1)  # windows hold one token more than they need
+        if computes_randomly(self.model):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} is in training mode with dropout, so a prefix would be another one "
+                "every time it is computed; call eval() first, or set its dropout to 0"
+            )
+        forget_rotary_state(self.model)
+        store, fingerprint, length = store_for(self.model), fingerprint_of(self.model), ids.shape[1]
+        limit = original_max_positions(self.model.config)
+        is_short = limit is None or length <= limit  # beyond it, all tokens have other keys, and only in one forward
+        known = store.match(ids[0], fingerprint) if is_short else None
+        if known is not None and known.seq_length == length:
+            if known.next_logits is not None:
+                return known
+            known = store.match(ids[0, :-1], fingerprint) if length > 1 else None
         cache = PrefixDynamicCache(config=self.model.config)
-        start = 0
         if known is not None:
             cache.load(known, batch_size=1)
-            start = known.seq_length
-        logits = feed(self.model, ids[:, start:], cache, chunk_size=_CHUNK)
+        logits = feed(self.model, ids[:, cache.seq_length :], cache, chunk_size=_CHUNK if is_short else None)
         snapshot = cache.snapshot(model=self.model, input_ids=ids, next_logits=logits)
-        store.insert(snapshot)
+        if is_short and all(isinstance(layer, AttentionState) for layer in snapshot.layers):
+            store.insert(snapshot)
         return snapshot
 
     def generate(
@@ -113,8 +137,8 @@ class PrefixCachedModel:
         Args:
             prompts: One or several: text, token ids, or chat messages. Never suffixes alone: only in the complete
                 prompt is it certain where tokens end.
-            prefix: A snapshot, or a cache that knows its tokens (it is forked, not changed). The longest token prefix
-                that it has in common with the prompts is used.
+            prefix: A snapshot, or a cache that knows its tokens (it is forked, not changed), of one row. The longest
+                token prefix that it has in common with the prompts is used; where they leave it, a warning says so.
             **generate_kwargs: Passed on to ``model.generate``.
 
         Returns:
@@ -123,13 +147,40 @@ class PrefixCachedModel:
         Raises:
             FingerprintMismatchError: ``prefix`` was computed by another model or with other weights.
             SnapshotIncompleteError: ``prefix`` does not know its tokens.
+            BatchSizeError: ``prefix`` has several rows.
+            InputMismatchError: Prompts of another kind, or a mask beside prompts that are no tensor.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> model.generate([[5, 6, 7], [5, 8]], max_new_tokens=2, do_sample=False).shape[0]
+            2
         """
         ids, mask = encode_prompts(prompts, model=self.model, tokenizer=self.tokenizer)
-        arguments = {"attention_mask": mask, "cache_implementation": self.strategy, **generate_kwargs}
+        arguments = dict(generate_kwargs)
+        if mask is not None and arguments.setdefault("attention_mask", mask) is not mask:
+            raise InputMismatchError(
+                "attention_mask goes with prompts that are a tensor; other prompts are padded here"
+            )
+        config = arguments.get("generation_config")
+        if config is not None and config.cache_implementation is None and "cache_implementation" not in arguments:
+            arguments["generation_config"] = config = copy.deepcopy(config)
+            config.cache_implementation = self.strategy
+        elif config is None:
+            arguments.setdefault("cache_implementation", self.strategy)
+        generate: Any = self.model.generate
         if prefix is None:
-            return self.model.generate(ids, **arguments)
-        with given_prefix(self.model, self._snapshot(prefix)):
-            return self.model.generate(ids, **arguments)
+            return generate(ids, **arguments)
+        snapshot = self._known_prefix(prefix)
+        divergence = describe_divergence(
+            ids, arguments.get("attention_mask"), torch.as_tensor(snapshot.input_ids)[0], self.tokenizer
+        )
+        if divergence:
+            warnings.warn(divergence, stacklevel=2)
+        with given_prefix(self.model, snapshot):
+            return generate(ids, **arguments)
 
     def forward(
         self,
@@ -149,53 +200,93 @@ class PrefixCachedModel:
 
         Returns:
             The model's own output; ``logits`` is ``[rows, tokens, vocab]``. Where padding cannot be masked exactly
-            (windows, models without ``position_ids``), rows run unpadded, grouped by length: logits at padding are
-            then 0, and the output holds no cache.
+            (windows, running states, models whose positions cannot skip padding), rows run unpadded, grouped by
+            length: logits at padding are then 0, and the output holds no cache. Rows that are so long that the
+            model's rotary scaling changes are computed whole, which the report says.
 
         Raises:
             InvalidTokensError, InputMismatchError: Bad ids or a mask that does not fit.
             FingerprintMismatchError: ``prefix`` was computed by another model or with other weights.
+            SnapshotIncompleteError: Rows must be computed whole, and ``prefix`` does not know its tokens.
             UnsupportedModelError: Outputs were asked for that grouped rows cannot give.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> prefix = model.prefill([5, 6, 7])
+            >>> suffixes, mask = torch.tensor([[8, 9], [4, 0]]), torch.tensor([[1, 1], [1, 0]])
+            >>> model.forward(suffixes, prefix=prefix, attention_mask=mask).logits.shape
+            torch.Size([2, 2, 32])
         """
         ids = check_token_ids(input_ids, vocabulary=vocabulary_size(self.model)).to(self.model.device)
-        snapshot = prefix.snapshot() if isinstance(prefix, PrefixCache) else prefix
+        forget_rotary_state(self.model)
+        snapshot = self._snapshot(prefix)
         if snapshot.fingerprint is not None:
             snapshot.verify(self.model)
         rows, new = ids.shape
         mask = torch.ones_like(ids, dtype=torch.bool)
         if attention_mask is not None:
             mask = check_mask(attention_mask, rows=rows, cached=0, new=new).to(ids.device)
-        if not bool(mask.all()) and not _can_mask(self.model, snapshot):
-            return forward_grouped(self.model, ids, mask, snapshot, **kwargs)
-        options = {"max_cache_len": snapshot.seq_length + new} if self.strategy == "prefix-static" else {}
-        name = "prefix-static" if options else "prefix-dynamic"
-        cache = snapshot.to_cache(name, batch_size=rows, **options)
-        prepared = cache.prepare_inputs(ids, None if bool(mask.all()) else mask)
-        return self.model(**prepared._asdict(), **cache_argument(cache), **kwargs)
+        strategy: str = "prefix-dynamic"
+        options: dict[str, Any] = {}
+        if self.strategy == "prefix-static":
+            strategy, options = self.strategy, {"max_cache_len": snapshot.seq_length + new}
+        reason = ""
+        if crosses_regime(self.model, snapshot, int(mask.sum(1).max())):
+            reason = "rows are so long that the model's rotary scaling changes, and are computed whole"
+        can_mask = all(layer.is_sliceable for layer in snapshot.layers) and positions_follow_mask(self.model.config)
+        is_padded, computed = not bool(mask.all()), int(mask.sum())
+        total = rows * snapshot.seq_length + computed
+        if reason or (is_padded and not can_mask) or takes_single_tokens(self.model, snapshot):
+            output, computed = forward_grouped(self.model, ids, mask, snapshot, **kwargs)
+        else:
+            cache = snapshot.to_cache(strategy, rows, **options)
+            prepared = cache.prepare_inputs(ids, mask if is_padded else None)
+            output = self.model(**prepared._asdict(), **cache_argument(cache), **kwargs)
+        record_report(self.model, GenerationReport(strategy, rows, total, computed, snapshot.seq_length, reason))
+        return output
 
     def report(self) -> GenerationReport | None:
-        """Return what the last `generate` asked for, reused and computed; None before the first."""
+        """Return what the last `generate` or `forward` asked for, reused and computed; None before the first.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> model.report() is None
+            True
+        """
         return last_report(self.model)
 
-    def _snapshot(self, prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
-        if isinstance(prefix, PrefixSnapshot):
-            if prefix.input_ids is None:
-                raise SnapshotIncompleteError(
-                    "prefix does not know its token ids, so nothing can be matched; take it with "
-                    "cache.snapshot(model=..., input_ids=...), or with prefill"
-                )
-            return prefix
-        known = prefix.known_ids
-        if known is None:
+    def _known_prefix(self, prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
+        """Return ``prefix`` as a snapshot whose tokens can be matched."""
+        forget_rotary_state(self.model)
+        if isinstance(prefix, PrefixCache) and prefix.known_ids is not None and prefix.rows == 1:
+            fork = prefix.fork()
+            fork.crop_to(prefix.known_ids.shape[1])
+            snapshot = fork.snapshot(model=self.model, input_ids=prefix.known_ids)
+        else:
+            snapshot = self._snapshot(prefix)
+        if snapshot.batch_size != 1:
+            raise BatchSizeError(f"prefix has {snapshot.batch_size} rows; a prefix is one row: pass that of one row")
+        if snapshot.input_ids is None or snapshot.padding_mask is not None:
+            what = "has padding" if snapshot.input_ids is not None else "does not know its token ids"
             raise SnapshotIncompleteError(
-                "the cache passed as prefix does not know its token ids; pass cache.snapshot(model=..., input_ids=...)"
+                f"prefix {what}, so nothing can be matched; take it with prefill, or with "
+                "cache.snapshot(model=..., input_ids=...) of a cache without padding"
             )
-        fork = prefix.fork()
-        fork.crop_to(known.shape[1])
-        return fork.snapshot(model=self.model, input_ids=known)
+        snapshot.verify(self.model)
+        return snapshot
 
-
-def _can_mask(model: PreTrainedModel, snapshot: PrefixSnapshot) -> bool:
-    """Return whether padding between prefix and suffix can be masked exactly."""
-    windows = any(layer.window is not None for layer in snapshot.layers)
-    return not windows and "position_ids" in inspect.signature(model.forward).parameters
+    @staticmethod
+    def _snapshot(prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
+        if isinstance(prefix, PrefixSnapshot):
+            return prefix
+        if isinstance(prefix, PrefixCache):
+            return prefix.snapshot()
+        raise InputMismatchError(
+            f"prefix is a {type(prefix).__name__}; pass a snapshot from prefill, or a prefix cache"
+        )

@@ -1,18 +1,20 @@
 """Prompts in every form that users have them in (text, token ids, chat messages) as token ids."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .exceptions import InputMismatchError
 from .validation import check_token_ids, vocabulary_size
 
-__all__ = ["EncodedPrompts", "encode_prefix", "encode_prompts"]
+__all__ = ["EncodedPrompts", "describe_divergence", "encode_prefix", "encode_prompts"]
 
-EncodedPrompts = tuple[torch.Tensor, torch.Tensor]
-"""Token ids and mask, int64 ``[rows, columns]`` each, padded on the left."""
+EncodedPrompts = tuple[torch.Tensor, torch.Tensor | None]
+"""Token ids, int64 ``[rows, columns]``, padded on the left, and the mask of them where we padded."""
 
 
 def encode_prompts(
@@ -27,22 +29,29 @@ def encode_prompts(
         tokenizer: Needed for text and messages.
         **template_options: Passed on to the chat template.
 
+    Returns:
+        Ids and mask. A tensor of ids stays as it is and gets no mask: Transformers finds its padding as always.
+
     Raises:
-        InputMismatchError: Text or messages without a tokenizer, or no prompt at all.
+        InputMismatchError: Text or messages without a tokenizer, no prompt at all, or a mapping.
         InvalidTokensError: Ids that are empty, not integers or out of the vocabulary.
     """
-    if isinstance(prompts, torch.Tensor):
-        ids = check_token_ids(prompts, name="prompts", vocabulary=vocabulary_size(model)).to(model.device)
-        return ids, torch.ones_like(ids)
+    if isinstance(prompts, Mapping):
+        raise InputMismatchError(
+            f"prompts is a {type(prompts).__name__}; pass a list of messages, or of a tokenizer's output its "
+            "input_ids, with attention_mask=... beside them"
+        )
+    vocabulary = vocabulary_size(model)
+    if isinstance(prompts, torch.Tensor | np.ndarray):
+        ids = check_token_ids(torch.as_tensor(prompts), name="prompts", vocabulary=vocabulary)
+        return ids.to(model.device), None
     items = prompts if _is_batch(prompts) else [prompts]
     if not items:
         raise InputMismatchError("prompts is empty; pass at least one prompt")
     rows = [_encode(item, tokenizer, {"add_generation_prompt": True, **template_options}) for item in items]
-    vocabulary = vocabulary_size(model)
     tensors = [check_token_ids(row, name="prompts", vocabulary=vocabulary)[0] for row in rows]
-    pad = _pad_id(model, tokenizer)
     columns = max(len(row) for row in tensors)
-    ids = torch.full((len(tensors), columns), pad, dtype=torch.int64)
+    ids = torch.full((len(tensors), columns), _pad_id(model, tokenizer), dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(tensors):
         ids[index, columns - len(row) :] = row
@@ -56,9 +65,13 @@ def encode_prefix(
     """Return the token ids ``[1, tokens]`` of a prefix; of messages, what any continuation of them begins with.
 
     Raises:
-        InputMismatchError: Text or messages without a tokenizer.
+        InputMismatchError: Text or messages without a tokenizer, or a mapping.
         InvalidTokensError: Ids that are empty, not integers or out of the vocabulary.
     """
+    if isinstance(prefix, Mapping):
+        raise InputMismatchError(
+            f"prefix is a {type(prefix).__name__}; pass a list of messages, or the input_ids of a tokenizer's output"
+        )
     if _is_messages(prefix):
         first, second = (
             _encode([*prefix, _next_message(prefix, content)], tokenizer, template_options)
@@ -71,13 +84,40 @@ def encode_prefix(
     return check_token_ids(prefix, name="prefix", vocabulary=vocabulary_size(model))
 
 
+def describe_divergence(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, prefix_ids: torch.Tensor, tokenizer: Any = None
+) -> str:
+    """Return where the first prompt that leaves a prefix leaves it, in words; empty if all prompts agree with it.
+
+    Args:
+        input_ids: The prompts, ``[rows, columns]``.
+        mask: 1 at their tokens and 0 at padding, ``[rows, columns]``; None where there is none.
+        prefix_ids: The prefix, ``[tokens]``.
+        tokenizer: Shows the two tokens as text.
+    """
+    for row, ids in enumerate(input_ids.cpu()):
+        tokens = ids if mask is None else ids[mask[row].bool().cpu()]
+        length = min(len(tokens), len(prefix_ids))
+        different = (tokens[:length] != prefix_ids[:length].cpu()).nonzero()
+        if not len(different):
+            continue
+        index = int(different[0])
+        pair = [int(tokens[index]), int(prefix_ids[index])]
+        theirs, ours = pair if tokenizer is None else [repr(tokenizer.decode([token])) for token in pair]
+        return (
+            f"prompt {row} leaves the prefix at token {index} of {len(prefix_ids)} ({theirs} in the prompt, {ours} in "
+            "the prefix): what follows is not reused from it"
+        )
+    return ""
+
+
 def _next_message(messages: Sequence[Mapping[str, Any]], content: str) -> dict[str, str]:
-    answered = messages[-1]["role"] in ("assistant", "system", "developer")
+    answered = messages[-1].get("role") in ("assistant", "system", "developer")
     return {"role": "user" if answered else "assistant", "content": content}
 
 
 def _encode(item: Any, tokenizer: PreTrainedTokenizerBase | None, template_options: dict[str, Any]) -> list[int]:
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, torch.Tensor | np.ndarray):
         return [int(token) for token in item.reshape(-1)]
     if not isinstance(item, str) and not _is_messages(item):
         return list(item)
@@ -85,9 +125,11 @@ def _encode(item: Any, tokenizer: PreTrainedTokenizerBase | None, template_optio
         raise InputMismatchError(
             "text and chat messages need a tokenizer; pass it as PrefixCachedModel(model, tokenizer), or pass ids"
         )
+    encoded: Any
     if isinstance(item, str):
-        return list(tokenizer(item)["input_ids"])
-    encoded = tokenizer.apply_chat_template(list(item), tokenize=True, return_dict=True, **template_options)
+        encoded = tokenizer(item)
+    else:
+        encoded = tokenizer.apply_chat_template(list(item), tokenize=True, return_dict=True, **template_options)
     return list(encoded["input_ids"])
 
 
@@ -98,15 +140,16 @@ def _is_messages(item: Any) -> bool:
 def _is_batch(prompts: Any) -> bool:
     if isinstance(prompts, str) or _is_messages(prompts):
         return False
-    return not prompts or not all(isinstance(entry, int) for entry in prompts)
+    return not prompts or not all(isinstance(entry, Integral) for entry in prompts)
 
 
 def _pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    config: Any = model.generation_config
     candidates = [
         getattr(tokenizer, "pad_token_id", None),
-        model.generation_config.pad_token_id,
+        config.pad_token_id,
         getattr(tokenizer, "eos_token_id", None),
-        model.generation_config.eos_token_id,
+        config.eos_token_id,
     ]
     for candidate in candidates:
         if isinstance(candidate, list):

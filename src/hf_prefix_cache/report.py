@@ -20,6 +20,12 @@ class GenerationReport:
         computed_tokens: Tokens of the prompts that were fed to the model.
         stored_tokens: Length of the prefix that was found in the store or passed by the caller.
         reason: Why nothing or less was reused, in words; empty where nothing stood in the way.
+
+    Example:
+        >>> GenerationReport(
+        ...     "prefix-dynamic", rows=2, prompt_tokens=80, computed_tokens=6, stored_tokens=37
+        ... ).reused_tokens
+        74
     """
 
     strategy: str

@@ -21,6 +21,10 @@ class StrategyChoice:
         predicted_bytes: Bytes of keys and values that it will hold.
         free_bytes: Bytes free on the model's device when it was chosen.
         reasons: Why, in words.
+
+    Example:
+        >>> print(StrategyChoice("prefix-dynamic", 2_000_000, 8_000_000_000, ("it runs on the CPU",)))
+        prefix-dynamic (2.0 MB): it runs on the CPU
     """
 
     strategy: str
@@ -33,7 +37,7 @@ class StrategyChoice:
 
 
 def cache_bytes(config: PreTrainedConfig, *, tokens: int, batch_size: int = 1, dtype: torch.dtype) -> int:
-    """Return the bytes that keys and values of ``tokens`` tokens and ``batch_size`` rows take; windows hold their width.
+    """Return the bytes of keys and values of ``tokens`` tokens in ``batch_size`` rows; windows hold their width.
 
     Example:
         >>> from transformers import LlamaConfig

@@ -1,21 +1,42 @@
-"""Suffixes of unequal length behind one prefix, on models where padding cannot be masked exactly."""
+"""Suffixes behind one prefix where they cannot run as one padded batch: one forward for each length, unpadded."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from .compat import CACHE_ARGUMENT, cache_argument
-from .exceptions import UnsupportedModelError
+from .compat import cache_argument, forget_rotary_state, original_max_positions
+from .exceptions import InputMismatchError, SnapshotIncompleteError, UnsupportedModelError
+from .forward import takes_single_tokens
 from .snapshot import PrefixSnapshot
 
-__all__ = ["forward_grouped"]
+__all__ = ["GroupedOutput", "crosses_regime", "forward_grouped"]
+
+
+class GroupedOutput(NamedTuple):
+    """What grouped forwards gave.
+
+    Attributes:
+        output: The model's output with ``logits`` ``[rows, tokens, vocab]``, 0 at padding, and nothing else.
+        computed_tokens: Tokens fed to the model.
+    """
+
+    output: Any
+    computed_tokens: int
+
+
+def crosses_regime(model: PreTrainedModel, prefix: PrefixSnapshot, suffix_length: int) -> bool:
+    """Return whether the keys of ``prefix`` are wrong with that many tokens behind it: the rotary scaling changes."""
+    limit = original_max_positions(model.config)
+    return limit is not None and max(prefix.seq_length, prefix.seq_length + suffix_length) > limit
 
 
 def forward_grouped(
     model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, prefix: PrefixSnapshot, **kwargs: Any
-) -> Any:
+) -> GroupedOutput:
     """Run rows unpadded behind ``prefix``, one forward for each length, and return one output for all.
+
+    Rows that are so long that the model's rotary scaling changes are computed whole, prefix included.
 
     Args:
         model: The model.
@@ -24,34 +45,57 @@ def forward_grouped(
         prefix: The prefix, of one row.
         **kwargs: Passed on to the model.
 
-    Returns:
-        The model's output with ``logits`` ``[rows, tokens, vocab]``, 0 at padding, and nothing else.
-
     Raises:
         UnsupportedModelError: A keyword asks for more than logits.
+        InputMismatchError: A row without any token.
+        SnapshotIncompleteError: A row must be computed whole, and the prefix does not know its tokens.
     """
     refused = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
     if refused:
         raise UnsupportedModelError(
-            f"padded rows run in groups on {type(model).__name__}, which gives logits only; leave out "
-            f"{', '.join(refused)}, or pass rows of equal length without padding"
+            f"these rows run in groups on {type(model).__name__}, which gives logits only; leave out "
+            f"{', '.join(refused)}, or pass rows of equal length without padding, below any change of rotary scaling"
         )
     lengths = mask.sum(1)
-    output, logits = None, None
+    if not bool(lengths.all()):
+        raise InputMismatchError(
+            f"attention_mask leaves row {int((lengths == 0).nonzero()[0])} without any token; leave that row out"
+        )
+    if prefix.input_ids is None and crosses_regime(model, prefix, int(lengths.max())):
+        raise SnapshotIncompleteError(
+            f"the rotary scaling of {type(model).__name__} changes at {original_max_positions(model.config)} tokens, "
+            "and the prefix does not know its tokens to be computed anew; take it with prefill"
+        )
+    output: Any = None
+    logits, computed = None, 0
     for length in sorted({int(value) for value in lengths}):
         rows = (lengths == length).nonzero()[:, 0]
-        if not length:
-            continue
         group = input_ids[rows][mask[rows]].reshape(len(rows), length)
-        cache = prefix.to_cache("prefix-dynamic", batch_size=len(rows))
-        output = model(input_ids=group, return_dict=True, **cache_argument(cache))
+        anew = crosses_regime(model, prefix, length)
+        output, part = _whole_rows(model, prefix, group) if anew else _behind(model, prefix, group)
+        computed += len(rows) * (length + (prefix.seq_length if anew else 0))
         if logits is None:
-            logits = output.logits.new_zeros(*input_ids.shape, output.logits.shape[-1])
+            logits = part.new_zeros(*input_ids.shape, part.shape[-1])
         where = torch.zeros_like(mask)
         where[rows] = mask[rows]
-        logits[where] = output.logits.reshape(-1, output.logits.shape[-1])
-    if output is None:
-        raise UnsupportedModelError("attention_mask marks no token at all; pass at least one")
-    output.logits = logits
-    output[CACHE_ARGUMENT] = None
-    return output
+        logits[where] = part.reshape(-1, part.shape[-1])
+    return GroupedOutput(type(output)(logits=logits), computed)
+
+
+def _behind(model: PreTrainedModel, prefix: PrefixSnapshot, group: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Run ``group`` ``[rows, tokens]`` behind ``prefix``; return the last output and the logits of all tokens."""
+    cache = prefix.to_cache("prefix-dynamic", batch_size=len(group))
+    size = 1 if takes_single_tokens(model, cache) else group.shape[1]
+    parts = []
+    for chunk in group.split(size, dim=1):
+        output = model(input_ids=chunk, return_dict=True, **cache_argument(cache))
+        parts.append(output.logits)
+    return output, torch.cat(parts, dim=1)
+
+
+def _whole_rows(model: PreTrainedModel, prefix: PrefixSnapshot, group: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Run prefix and ``group`` without a cache, as a fresh model would; return the output and the group's logits."""
+    forget_rotary_state(model)
+    ids = torch.as_tensor(prefix.input_ids).to(group).expand(len(group), -1)
+    output = model(input_ids=torch.cat([ids, group], dim=1), use_cache=False, return_dict=True)
+    return output, output.logits[:, -group.shape[1] :]

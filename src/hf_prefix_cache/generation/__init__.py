@@ -1,6 +1,7 @@
 """The ``prefix-*`` names in ``generate``."""
 
 from .call import given_prefix
+from .reasons import computes_randomly
 from .registration import register, unregister
 
-__all__ = ["given_prefix", "register", "unregister"]
+__all__ = ["computes_randomly", "given_prefix", "register", "unregister"]

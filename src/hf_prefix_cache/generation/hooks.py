@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixStaticCache
 from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask, static_cache_length
 from ..exceptions import UnknownStrategyError
+from ..forward import takes_single_tokens
 from ..report import GenerationReport, record_report
 from ..strategy import choose_strategy
 from ..validation import STRATEGIES
@@ -120,7 +121,8 @@ def _prefill(
     if held and model_kwargs.get("inputs_embeds") is None:
         # Transformers slices complete prompts itself, but not in every release and not for chunks.
         unfed = input_ids[:, held:] if is_complete else input_ids
-        if chunk_size := generation_config.prefill_chunk_size:
+        chunk_size = 1 if takes_single_tokens(self, cache) else generation_config.prefill_chunk_size
+        if chunk_size:
             first = (unfed.shape[1] - 1) // chunk_size * chunk_size
             if first:
                 feed_columns(self, unfed[:, :first], cache, model_kwargs, chunk_size=chunk_size)
@@ -128,7 +130,7 @@ def _prefill(
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = None
     outputs = original(self, unfed, generation_config, model_kwargs, is_first_iteration)
-    if not call.is_own_cache and (not call.rows_continue or any(layer.window is not None for layer in cache.layers)):
+    if not call.is_own_cache and (not call.rows_continue or not all(layer.is_sliceable for layer in cache.layers)):
         # Later, the windows will have moved on, or the rows will be mixed.
         keep_rows(self, input_ids, call, next_logits=outputs.logits[:, -1])
     return outputs

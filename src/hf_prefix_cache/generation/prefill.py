@@ -63,7 +63,7 @@ def reuse_prefix(
     limit = original_max_positions(model.config)
     if limit is not None:
         call.kept_columns = batch.columns + limit - batch.longest
-    has_windows = any(layer.window is not None for layer in cache.layers)
+    has_windows = not all(layer.is_sliceable for layer in cache.layers)
     max_length = generation_config.max_length or batch.columns
     alone = why_not_beside(model, batch, has_windows=has_windows, max_length=max_length)
     if alone:
@@ -127,7 +127,8 @@ def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> 
     given = given_for(model)
     if given is None or given.input_ids is None:
         return found
-    given.verify(model)
+    if given.fingerprint != call.fingerprint:
+        given.verify(model)
     if not within_one_regime(model, given, length=len(tokens)):
         return found
     length = common_prefix_length((given.input_ids[0], tokens))

@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..caches import PrefixCache, PrefixStaticCache
+from ..caches.base import attention_layers
 from ..compat import drafts_from_tokens, generation_mixin
 from ..exceptions import UnsupportedModelError
 
@@ -13,12 +14,18 @@ __all__ = ["check_assisted", "check_model", "check_own_assisted", "why_not_assis
 
 
 def check_model(model: PreTrainedModel, strategy: str) -> None:
-    """Raise `UnsupportedModelError` for models whose ``generate`` does not go through the methods that are wrapped."""
+    """Raise for models whose ``generate`` does not go through the wrapped methods, or whose prefixes cannot be stored.
+
+    Raises:
+        UnsupportedModelError: An encoder-decoder model, or one with a ``generate`` or cache of its own.
+        UnsupportedLayerError: Layers of another kind than full, sliding or chunked attention.
+    """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder model, which {strategy!r} does not serve; leave cache_implementation out"
         )
+    attention_layers(model.config, f"{strategy!r} in generate")
     mixin = generation_mixin()
     for method in ("_prepare_cache_for_generation", "_prefill"):
         if getattr(type(model), method) is not getattr(mixin, method):
@@ -36,7 +43,7 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
 
 def check_assisted(model: PreTrainedModel, cache: PrefixCache) -> None:
     """Raise `UnsupportedModelError` where rejected drafts could not be taken back from ``cache``."""
-    if isinstance(cache, PrefixStaticCache) and any(layer.window is not None for layer in cache.layers):
+    if isinstance(cache, PrefixStaticCache) and not all(layer.is_sliceable for layer in cache.layers):
         raise UnsupportedModelError(
             f"{type(model).__name__} has windows, from which a static cache cannot take rejected drafts back; use "
             "'prefix-dynamic' for assisted decoding and prompt lookup"
