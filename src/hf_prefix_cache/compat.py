@@ -33,6 +33,7 @@ __all__ = [
     "positions_follow_mask",
     "refuse_cache_keyword",
     "resumes_in_one_call",
+    "takes_attention_interface",
 ]
 
 _GENERATION = "transformers.generation.utils"
@@ -161,6 +162,11 @@ def attention_implementation(config: PreTrainedConfig) -> str:
 def keeps_padding_mask(config: PreTrainedConfig) -> bool:
     """Return whether a static cache needs its padding mask even where nothing is padded (FlashAttention)."""
     return "flash" in attention_implementation(config)
+
+
+def takes_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether ``model`` hands keys from its cache to Transformers' ``sdpa`` attention interface."""
+    return bool(model._supports_attention_backend) and attention_implementation(decoder_config(model.config)) == "sdpa"
 
 
 def generation_mixin() -> type:

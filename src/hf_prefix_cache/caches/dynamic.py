@@ -1,12 +1,17 @@
 """`PrefixDynamicCache`: grows in place, shares its prefix with snapshots and forks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..compat import decoder_config
+from ..exceptions import UnsupportedModelError
 from ..layers import DYNAMIC_KINDS
+from ..layers.deferred import SharedPart
 from ..snapshot import register_cache
 from .base import PrefixCache, attention_layers
 
@@ -33,6 +38,7 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
     """
 
     strategy = "prefix-dynamic"
+    _deferred: SharedPart | None = None  # of the layer that ran last
     is_compileable = False  # Transformers would compile any subclass of DynamicCache whose layers allow it
 
     def __init__(self, *, config: PreTrainedConfig) -> None:
@@ -40,6 +46,48 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
         layers: list[Any] = [DYNAMIC_KINDS[spec.kind](spec) for spec in specs]
         Cache.__init__(self, layers=layers)
         self._config, self._options = decoder_config(config), {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values ``[rows, heads, tokens, head_dim]`` of a layer and return all that may be attended to.
+
+        Raises:
+            BatchSizeError: The rows differ from those held.
+            UnsupportedModelError: Inside `attend_shared`, the model did not hand the keys to Transformers' attention.
+        """
+        self._check_taken()
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._deferred = getattr(self.layers[layer_idx], "deferred", None)
+        return keys, values
+
+    @contextmanager
+    def attend_shared(self) -> Iterator[None]:
+        """Inside, let Transformers' ``sdpa`` attention see shared tokens ungathered, once for all rows.
+
+        It is for models that hand keys from the cache straight to Transformers' attention interface; what cannot be
+        computed that way exactly (windows, gradients, dropout, soft caps, sinks) is gathered as outside.
+        """
+        self.defer(True)
+        try:
+            yield
+            self._check_taken()
+        finally:
+            self.defer(False)
+
+    def defer(self, wanted: bool) -> None:
+        """Begin or end what `attend_shared` does, where a ``with`` block does not fit."""
+        for layer in self.layers:
+            if layer.is_sliceable:
+                layer.defers = wanted
+        self._deferred = None
+
+    def _check_taken(self) -> None:
+        if self._deferred is not None and not self._deferred.is_taken:
+            raise UnsupportedModelError(
+                f"models of the type {self._config.model_type!r} do not hand their keys to Transformers' attention "
+                "interface, so the shared prefix cannot be attended to apart; leave attend_shared out"
+            )
 
     def unshare(self) -> None:
         """Copy what is shared with snapshots and forks into own storage, with the next token at the latest.

@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..exceptions import BatchSizeError
+from .deferred import SharedPart, attach
 from .growing import GrowingKeyValues
 from .state import AttentionState, KeyValues
 
@@ -27,6 +28,8 @@ class PrefixDynamicLayer(DynamicLayer):
         self._own: GrowingKeyValues | None = None
         self._rows: int | None = None  # rows of the batch; None while nothing is held
         self._length = 0
+        self.defers = False  # hand shared tokens to attention beside own ones, ungathered
+        self.deferred: SharedPart | None = None
         self._empty: torch.Tensor | None = None
         CacheLayerMixin.__init__(self)
 
@@ -67,6 +70,10 @@ class PrefixDynamicLayer(DynamicLayer):
         self._check_continued_by(key_states, value_states)
         self._append(key_states, value_states)
         self._length += key_states.shape[-2]
+        if self.defers and self._shared and self._own is not None and not torch.is_grad_enabled():
+            own = self._own.view()
+            self.deferred = SharedPart(self._shared)
+            return attach(own.keys, self.deferred), own.values
         gathered = self._gather()
         return gathered.keys, gathered.values
 
