@@ -1,0 +1,49 @@
+"""The command ``hf-prefix-cache`` and its subcommands."""
+
+import platform
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from .demo import demo
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Compute a prompt prefix once, then use it exactly, everywhere in Hugging Face Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "(not installed as a package)"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        versions = ", ".join(f"{name} {_version_of(name)}" for name in ("transformers", "torch"))
+        typer.echo(f"hf-prefix-cache {_version_of('hf-prefix-cache')}")
+        typer.echo(f"{versions}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    """Hold the options that come before a subcommand; its docstring is not shown."""
+
+
+app.command()(demo)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
