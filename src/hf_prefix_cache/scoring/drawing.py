@@ -55,12 +55,12 @@ def draw_tree(plan: "SharingPlan", *, max_nodes: int, width: int) -> str:
             entries.append((None, " and ".join(rest)))
         for number, (place, label) in enumerate(entries):
             last = number == len(entries) - 1
-            lines.append(f"{indent}{'└─ ' if last else '├─ '}{label}"[:width])
+            lines.append(f"{indent}{'└─ ' if last else '├─ '}{label}")
             if place is not None:
                 add(place, indent + ("   " if last else "│  "))
 
     add(-1, "")
-    return "\n".join(lines)
+    return "\n".join(line[:width] for line in lines)
 
 
 def save_picture(plan: "SharingPlan", path: str | Path, *, title: str | None) -> None:
