@@ -3,7 +3,7 @@
 import threading
 import weakref
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 from transformers import PreTrainedModel
 

@@ -1,16 +1,16 @@
 """What of a snapshot a store keeps, checked before anything is touched."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
-import numpy as np
 import torch
 
 from ..exceptions import BatchSizeError, InputMismatchError, SnapshotIncompleteError
-from ..layers import AttentionState
+from ..layers import AttentionState, LayerState
 from ..snapshot import PrefixSnapshot
 from ..validation import check_token_ids
-from .blocks import tensor_bytes
+from .page import tensor_bytes
+from .tokens import encode_tokens
 
 __all__ = ["Entry", "Key", "Layout"]
 
@@ -29,8 +29,8 @@ class Key(NamedTuple):
     lossy_strategy: str | None
 
 
-# Per layer: window, then dtype, device, heads and head_dim of keys and of values. Beside the key, since the same model
-# may move to another device or run under autocast, and one prefix must not hold tensors of both kinds.
+# Per layer: its kind, its window, and the dtypes and devices of its tensors. Beside the key, since the same model may
+# move to another device or run under autocast, and one prefix must not hold tensors of both kinds.
 Layout = tuple[tuple[object, ...], ...]
 
 
@@ -39,18 +39,20 @@ class Entry:
     """A snapshot as the store sees it.
 
     Attributes:
-        tokens: Its token ids, int64 ``[seq_length]``.
-        sliceable: The layers without a window: any run of their tokens can be kept on its own.
-        windowed: The other layers: what they hold is worth something at the snapshot's end only.
+        length: Number of tokens.
+        tokens: Their ids as bytes.
+        sliceable: The layers of which any run of tokens can be kept on its own.
+        others: The other layers (windows, running states): what they hold is of use near the snapshot's end only.
         next_logits: Logits after the last token, ``[1, vocab]``, or None.
         token_bytes: Bytes of one token in the sliceable layers.
-        end_bytes: Bytes of the windowed layers.
+        end_bytes: Bytes of the other layers.
         layout: What all entries of one tree have in common.
     """
 
-    tokens: np.ndarray
+    length: int
+    tokens: bytes
     sliceable: tuple[AttentionState, ...]
-    windowed: tuple[AttentionState, ...]
+    others: tuple[LayerState, ...]
     next_logits: torch.Tensor | None
     token_bytes: int
     end_bytes: int
@@ -64,7 +66,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes that the entry takes in a store that shares none of its tokens."""
-        return len(self.tokens) * self.token_bytes + self.end_bytes + self.logits_bytes
+        return self.length * self.token_bytes + self.end_bytes + self.logits_bytes
 
     @classmethod
     def of(cls, snapshot: PrefixSnapshot) -> "Entry":
@@ -89,31 +91,35 @@ class Entry:
             raise SnapshotIncompleteError(
                 "the snapshot has padding, which no other prompt shares; take it of the row without padding"
             )
-        tokens = check_token_ids(snapshot.input_ids, config=snapshot.config)
-        if tokens.shape != (1, snapshot.seq_length):
+        ids = check_token_ids(snapshot.input_ids, config=snapshot.config)
+        if ids.shape != (1, snapshot.seq_length):
             raise InputMismatchError(
-                f"the snapshot's input_ids have shape {list(tokens.shape)} but it holds {snapshot.seq_length} tokens"
+                f"the snapshot's input_ids have shape {list(ids.shape)} but it holds {snapshot.seq_length} tokens"
             )
         for index, layer in enumerate(snapshot.layers):
             if layer.length != snapshot.seq_length or layer.rows != 1 or not layer.can_crop_to(layer.length):
                 raise InputMismatchError(
-                    f"layer {index} holds {layer.rows} rows of tokens {layer.first} to {layer.length}; "
-                    f"not one row up to {snapshot.seq_length} from the first token that the next one attends to"
+                    f"layer {index} holds {layer.rows} rows after {layer.length} tokens, or lacks some that the next "
+                    f"one attends to; it must hold what follows from {snapshot.seq_length} tokens, in one row"
                 )
-        sliceable = tuple(layer for layer in snapshot.layers if layer.window is None)
-        windowed = tuple(layer for layer in snapshot.layers if layer.window is not None)
+        sliceable = tuple(layer for layer in snapshot.layers if _is_sliceable(layer))
+        others = tuple(layer for layer in snapshot.layers if not _is_sliceable(layer))
         logits = snapshot.next_logits
         return cls(
-            tokens=tokens[0].cpu().numpy().copy(),
+            length=snapshot.seq_length,
+            tokens=encode_tokens(ids[0]),
             sliceable=sliceable,
-            windowed=windowed,
+            others=others,
             next_logits=None if logits is None else logits.reshape(1, -1),
             token_bytes=sum(tensor_bytes(part[..., :1, :] for part in layer.segments[0]) for layer in sliceable),
-            end_bytes=sum(tensor_bytes(layer.tensors()) for layer in windowed),
+            end_bytes=sum(tensor_bytes(layer.tensors()) for layer in others),
             layout=tuple(_layout(layer) for layer in snapshot.layers),
         )
 
 
-def _layout(layer: AttentionState) -> tuple[object, ...]:
-    tensors = layer.segments[0] if layer.segments else ()
-    return layer.window, *((part.dtype, part.device, part.shape[1], part.shape[3]) for part in tensors)
+def _is_sliceable(layer: LayerState) -> TypeGuard[AttentionState]:
+    return layer.is_sliceable
+
+
+def _layout(layer: LayerState) -> tuple[object, ...]:
+    return layer.is_sliceable, layer.window, frozenset((tensor.dtype, tensor.device) for tensor in layer.tensors())

@@ -6,9 +6,11 @@ from itertools import pairwise
 import torch
 
 from ..exceptions import StoreIntegrityError
-from . import blocks
+from . import page as pages
 from .entry import Key, Layout
 from .node import Boundary, Node
+from .states import shortest_crop
+from .tokens import token_at, token_count
 from .tree import PrefixTree
 
 __all__ = ["check_integrity"]
@@ -65,50 +67,56 @@ def check_integrity(
 
 def _check_place(tree: PrefixTree, node: Node) -> None:
     parent = node.parent
-    _require(len(node.tokens) > 0, "a node has no tokens")
-    _require(parent is not None and parent.children.get(int(node.tokens[0])) is node, "a node is not its parent's")
+    _require(token_count(node.tokens) > 0, "a node has no tokens")
+    _require(
+        parent is not None and parent.children.get(token_at(node.tokens, 0)) is node, "a node is not its parent's"
+    )
     _require(parent is not None and parent.end == node.start, "a node does not start where its parent ends")
-    _require(node.tokens.base is None, "a node's token ids are a view of a larger array")
     if node.boundary is None:
         leaf = not node.children
         _require(len(node.children) != 1, "a node without a boundary has one child")
-        _require(not (leaf and tree.has_windows), "a leaf of a tree with windows has no boundary")
+        _require(not (leaf and tree.needs_boundaries), "a leaf is of no use without a boundary")
 
 
 def _check_blocks(tree: PrefixTree, node: Node, storages: dict[int, int]) -> None:
     sizes = [block.tokens for block in node.blocks]
-    sliceable = tree.windows.count(None)
-    _require(sum(sizes) == len(node.tokens), f"blocks of {sizes} tokens hold a run of {len(node.tokens)}")
-    _require(all(0 < size <= blocks.BLOCK_TOKENS for size in sizes), f"blocks of {sizes} tokens")
-    inner = pairwise(sizes[1:-1])
-    _require(all(sum(pair) > blocks.BLOCK_TOKENS for pair in inner), f"blocks of {sizes} tokens were not joined")
-    for block in node.blocks:
-        _require(len(block.layers) == sliceable, f"a block has {len(block.layers)} layers, not {sliceable}")
-        for layer in block.layers:
-            _require(layer.tokens == block.tokens and layer.rows == 1, "a block's layers differ in size")
-            for tensor in layer:
-                _own_storage(tensor, storages)
+    _require(sum(sizes) == token_count(node.tokens), f"blocks of {sizes} tokens hold {token_count(node.tokens)}")
+    _require(all(sum(pair) > pages.PAGE_TOKENS for pair in pairwise(sizes[1:-1])), f"blocks {sizes} were not joined")
+    for index, block in enumerate(node.blocks):
+        page = block.page
+        _require(0 <= block.start < block.stop <= page.tokens <= pages.PAGE_TOKENS, "a block is not in its page")
+        if block.start:
+            before = [] if index or node.parent is None else node.parent.blocks[-1:]
+            continued = bool(before) and before[0].page is page and before[0].stop == block.start
+            _require(continued, "a part of a page does not follow the part before it")
+        if block.stop < page.tokens:
+            starts = [child.blocks[0].start for child in node.children.values() if child.blocks[0].page is page]
+            _require(index == len(node.blocks) - 1 and starts == [block.stop], "a part of a page belongs to no run")
+            continue  # its storages are counted where it ends
+        stacked = sum(len(stack) for stack in page.stacks)
+        _require(stacked == 2 * sum(tree.sliceable), f"a page holds {stacked} keys and values")
+        for stack in page.stacks:
+            _require(stack.shape[1] == 1 and stack.shape[3] == page.tokens, "a page's tensors differ in size")
+            _own_storage(stack, storages)
 
 
 def _check_boundary(tree: PrefixTree, node: Node, boundary: Boundary, storages: dict[int, int]) -> None:
     _require(boundary.node is node and boundary.length == node.end, "a boundary is not where its node ends")
-    windows = [window for window in tree.windows if window is not None]
-    _require([state.window for state in boundary.windows] == windows, "a boundary has other windows than its tree")
-    for state in boundary.windows:
-        _require(state.length == node.end, "a window does not end where its node ends")
-        _require(state.can_crop_to(boundary.floor), "a boundary cannot be cropped to its floor")
+    _require(len(boundary.states) == len(tree.sliceable) - sum(tree.sliceable), "a boundary has other layers")
+    _require(
+        boundary.floor == shortest_crop(boundary.states, node.end), "a boundary has another floor than its states"
+    )
+    for state in boundary.states:
+        _require(state.length == node.end and not state.is_sliceable, "a state does not end where its node ends")
         for tensor in state.tensors():
             _own_storage(tensor, storages)
-    if boundary.floor:
-        lower = all(state.can_crop_to(boundary.floor - 1) for state in boundary.windows)
-        _require(not lower, "a boundary can be cropped below its floor")
     if boundary.next_logits is not None:
         _own_storage(boundary.next_logits, storages)
 
 
 def _check_server(tree: PrefixTree, node: Node) -> None:
-    if not tree.has_windows:
-        _require(node.server is None, "a tree without windows names servers")
+    if not tree.needs_boundaries:
+        _require(node.server is None, "servers are named where none is needed")
         return
     below = [node.boundary, *(child.server for child in node.children.values())]
     candidates = [boundary for boundary in below if boundary is not None]

@@ -3,11 +3,13 @@
 import weakref
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
-from ..layers import AttentionState
-from .blocks import Block, own, tensor_bytes
+from ..layers import LayerState
+from .blocks import Block
+from .page import tensor_bytes
+from .states import copy_state, copy_tensor, shortest_crop
+from .tokens import token_at, token_count
 
 __all__ = ["Boundary", "Node"]
 
@@ -17,19 +19,18 @@ class Boundary:
 
     Attributes:
         length: Tokens of the prefix.
-        windows: State of each layer with a window.
+        states: State of each layer that cannot be sliced.
         next_logits: Logits after the last token, ``[1, vocab]``, or None.
-        floor: The shortest length that ``windows`` can be cropped to.
+        floor: The shortest length that ``states`` can be cropped to.
     """
 
-    __slots__ = ("__weakref__", "_node", "floor", "length", "next_logits", "windows")
+    __slots__ = ("__weakref__", "_node", "floor", "length", "next_logits", "states")
 
-    def __init__(self, length: int, windowed: Sequence[AttentionState]) -> None:
+    def __init__(self, length: int, states: Sequence[LayerState]) -> None:
         self.length = length
-        with torch.inference_mode(False), torch.no_grad():
-            self.windows = tuple(state.compact() for state in windowed)
+        self.states = tuple(copy_state(state) for state in states)
         self.next_logits: torch.Tensor | None = None
-        self.floor = max((_floor(state) for state in self.windows), default=0)
+        self.floor = shortest_crop(self.states, length)
         self._node: weakref.ref[Node] | None = None
 
     @property
@@ -46,32 +47,33 @@ class Boundary:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        windows = sum(tensor_bytes(state.tensors()) for state in self.windows)
-        return windows + (0 if self.next_logits is None else tensor_bytes([self.next_logits]))
+        states = sum(tensor_bytes(state.tensors()) for state in self.states)
+        return states + (0 if self.next_logits is None else tensor_bytes([self.next_logits]))
 
     def keep_logits(self, logits: torch.Tensor) -> None:
         """Hold a copy of ``logits``, ``[1, vocab]``."""
-        self.next_logits = own([logits])
+        self.next_logits = copy_tensor(logits)
 
 
 class Node:
     """A run of tokens that every prefix below shares.
 
     Attributes:
-        tokens: Token ids, int64 ``[n]``; none at the root only.
+        tokens: Token ids as bytes; none at the root only.
         start: Position of the first token.
-        blocks: Keys and values of the tokens in the layers without a window.
+        blocks: Keys and values of the tokens in the layers that can be sliced.
         strategy: Name of the strategy that filled them.
-        children: What may follow, by first token.
+        children: What may follow, by first token as bytes.
         boundary: The prefix that ends with this node's last token, if one was stored.
-        server: In trees with windows, the boundary at or below this node that can be cropped to the shortest length.
+        server: The boundary at or below this node that can be cropped to the shortest length; None where every layer
+            can be sliced, since no boundary is needed then.
     """
 
     __slots__ = ("__weakref__", "_parent", "blocks", "boundary", "children", "server", "start", "strategy", "tokens")
 
-    def __init__(self, tokens: np.ndarray, start: int, blocks: list[Block], strategy: str) -> None:
+    def __init__(self, tokens: bytes, start: int, blocks: list[Block], strategy: str) -> None:
         self.tokens, self.start, self.blocks, self.strategy = tokens, start, blocks, strategy
-        self.children: dict[int, Node] = {}
+        self.children: dict[bytes, Node] = {}
         self.boundary: Boundary | None = None
         self.server: Boundary | None = None
         self._parent: weakref.ref[Node] | None = None
@@ -79,7 +81,7 @@ class Node:
     @property
     def end(self) -> int:
         """Position after the last token."""
-        return self.start + len(self.tokens)
+        return self.start + token_count(self.tokens)
 
     @property
     def parent(self) -> "Node | None":
@@ -88,7 +90,7 @@ class Node:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks held."""
+        """Bytes of its tokens."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
@@ -98,7 +100,7 @@ class Node:
 
     def adopt(self, child: "Node") -> None:
         """Make ``child`` a child of this node, in place of one with the same first token."""
-        self.children[int(child.tokens[0])] = child
+        self.children[token_at(child.tokens, 0)] = child
         child._parent = weakref.ref(self)
 
     def upwards(self) -> "Iterator[Node]":
@@ -115,9 +117,3 @@ class Node:
             node = pending.pop()
             yield node
             pending.extend(node.children.values())
-
-
-def _floor(state: AttentionState) -> int:
-    # The next token looks back over the whole window but its own place: cropped to fewer tokens than this, it would
-    # look at tokens that are no longer retained. `AttentionState.can_crop_to` says the same of one length.
-    return state.first + state.window - 1 if state.first and state.window else 0

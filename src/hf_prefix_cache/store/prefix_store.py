@@ -14,6 +14,7 @@ from .entry import Entry, Key, Layout
 from .integrity import check_integrity
 from .node import Boundary, Node
 from .stats import StoreStats
+from .tokens import encode_tokens
 from .tree import PrefixTree, Walk
 
 __all__ = ["PrefixStore"]
@@ -28,8 +29,8 @@ class PrefixStore:
     """Computed prefixes in memory, as radix trees over their token ids.
 
     Tokens that several prefixes share are held once. What is matched is a prefix of any length, exact in all of its
-    bits, and never one of another model, model state or namespace. Where a prefix cannot be given exactly because a
-    window has moved on, a shorter one is.
+    bits, and never one of another model, model state or namespace. Where a prefix cannot be given exactly, because a
+    window has moved on or a running state has been overwritten, the longest stored one that can is.
 
     All methods may be called from several threads. A prefix that was handed out stays valid when it is evicted.
 
@@ -104,16 +105,16 @@ class PrefixStore:
                 return False
             walk = self._make_room(key, entry)
             # All that may fail for want of memory comes before the tree is touched.
-            blocks = copy_blocks(entry.sliceable, walk.length, len(entry.tokens))
-            boundary = walk.boundary if walk.length == len(entry.tokens) else None
+            blocks = copy_blocks(entry.sliceable, walk.length, entry.length)
+            boundary = walk.boundary if walk.length == entry.length else None
             known = 0 if boundary is None else boundary.nbytes
             is_new = boundary is None
             if boundary is None:
-                boundary = Boundary(len(entry.tokens), entry.windowed)
+                boundary = Boundary(entry.length, entry.others)
             if boundary.next_logits is None and entry.next_logits is not None:
                 boundary.keep_logits(entry.next_logits)
             tree = self._trees.setdefault(key, {}).setdefault(
-                entry.layout, PrefixTree(key, [layer.window for layer in snapshot.layers], snapshot.config)
+                entry.layout, PrefixTree(key, [layer.is_sliceable for layer in snapshot.layers], snapshot.config)
             )
             node = tree.extend(walk, entry.tokens, blocks, snapshot.strategy)
             if is_new:
@@ -153,8 +154,8 @@ class PrefixStore:
         ids = check_token_ids(input_ids)
         if ids.shape[0] != 1:
             raise BatchSizeError(f"input_ids has {ids.shape[0]} rows; match one row at a time")
-        ids = ids.cpu()
-        tokens = ids[0].numpy()
+        ids, total = ids.cpu(), ids.shape[1]
+        tokens = encode_tokens(ids[0])
         with self._lock:
             found = max(
                 (tree.find(tokens) for tree in self._candidates(fingerprint, namespace, strategy)),
@@ -162,9 +163,9 @@ class PrefixStore:
                 default=None,
             )
             length = 0 if found is None else found.length
-            self._counts["hits" if length == len(tokens) else "partial_hits" if length else "misses"] += 1
+            self._counts["hits" if length == total else "partial_hits" if length else "misses"] += 1
             self._counts["tokens_reused"] += length
-            self._counts["tokens_missed"] += len(tokens) - length
+            self._counts["tokens_missed"] += total - length
             if found is None or not length:
                 return None
             self._touch(found.tree, found.nodes[-1], found.boundary)
@@ -190,10 +191,10 @@ class PrefixStore:
             freed = 0
             while freed < nbytes and self._recency:
                 item, tree = next(iter(self._recency.items()))
-                dropped = tree.drop(item)
-                freed += dropped.nbytes
-                self._forget(dropped.items, dropped.nbytes)
-                self._counts["evictions"] += sum(isinstance(gone, Boundary) for gone in dropped.items)
+                for gone, size in tree.drop(item):
+                    self._forget(gone, size)
+                    self._counts["evictions"] += isinstance(gone, Boundary)
+                    freed += size
                 if not tree.root.children:
                     self._remove_tree(tree)
             return freed
@@ -209,7 +210,8 @@ class PrefixStore:
             for key in [key for key in self._trees if key.fingerprint == fingerprint]:
                 for tree in self._trees.pop(key).values():
                     for node in tree.root.downwards():
-                        self._forget(node.items, sum(item.nbytes for item in node.items))
+                        for item in node.items:
+                            self._forget(item, item.nbytes)
             return before - self._bytes
 
     def clear(self) -> None:
@@ -243,8 +245,8 @@ class PrefixStore:
         while True:
             tree = self._trees.get(key, {}).get(entry.layout)
             walk = Walk([], 0) if tree is None else tree.walk(entry.tokens)
-            boundary = walk.boundary if walk.length == len(entry.tokens) else None
-            cost = (len(entry.tokens) - walk.length) * entry.token_bytes
+            boundary = walk.boundary if walk.length == entry.length else None
+            cost = (entry.length - walk.length) * entry.token_bytes
             cost += entry.end_bytes if boundary is None else 0
             cost += entry.logits_bytes if boundary is None or boundary.next_logits is None else 0
             excess = self._bytes + cost - self.max_bytes
@@ -269,11 +271,10 @@ class PrefixStore:
             self._recency[item] = tree
             self._recency.move_to_end(item)
 
-    def _forget(self, items: Sequence[Node | Boundary], nbytes: int) -> None:
-        for item in items:
-            del self._recency[item]
+    def _forget(self, item: Node | Boundary, nbytes: int) -> None:
+        del self._recency[item]
         self._bytes -= nbytes
-        self._entries -= sum(isinstance(item, Boundary) for item in items)
+        self._entries -= isinstance(item, Boundary)
 
     def _remove_tree(self, tree: PrefixTree) -> None:
         layouts = self._trees[tree.key]

@@ -1,19 +1,19 @@
 """The prefixes of one key as a radix tree over token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from ..layers import AttentionState
 from ..snapshot import PrefixSnapshot
-from .blocks import Block, cut_blocks, join_blocks
+from .blocks import Block, cut_blocks, gather_layers, join_blocks
 from .entry import Key
 from .node import Boundary, Node
+from .tokens import common_tokens, first_tokens, token_at, token_count, tokens_from
 
-__all__ = ["Dropped", "Found", "PrefixTree", "Walk"]
+__all__ = ["Found", "PrefixTree", "Walk"]
 
 
 class Walk(NamedTuple):
@@ -40,7 +40,7 @@ class Found(NamedTuple):
         tree: Where it was found.
         nodes: The nodes that hold it; of the last one perhaps only a part.
         length: Its tokens.
-        boundary: Where the states of layers with windows come from, if there are any, and the next logits, if it is at
+        boundary: Where the states of layers that cannot be sliced come from, and the next logits, if it is at
             ``length``. It may be on another branch.
     """
 
@@ -50,60 +50,45 @@ class Found(NamedTuple):
     boundary: Boundary | None
 
 
-class Dropped(NamedTuple):
-    """What left a tree.
-
-    Attributes:
-        items: Nodes and boundaries that are no longer part of it.
-        nbytes: Bytes freed.
-    """
-
-    items: list[Node | Boundary]
-    nbytes: int
-
-
 class PrefixTree:
     """A radix tree of prefixes.
 
     It keeps this shape: a node without a boundary has at least two children, or else it is a leaf left behind by its
-    children (only without windows: with them, a run of tokens is of no use unless a boundary is at or below it).
+    children (only where every layer can be sliced: else a run of tokens is of no use without a boundary below it).
 
     Args:
         key: What all prefixes of the tree have in common.
-        windows: Window of each layer, None where it has none.
+        sliceable: For each layer, whether any run of its tokens can be kept on its own.
         config: Configuration of the decoder.
     """
 
-    def __init__(self, key: Key, windows: Sequence[int | None], config: PreTrainedConfig) -> None:
-        self.key, self.windows, self.config = key, tuple(windows), config
-        self.has_windows = any(window is not None for window in windows)
-        self.root = Node(np.empty(0, dtype=np.int64), 0, [], "")
+    def __init__(self, key: Key, sliceable: Sequence[bool], config: PreTrainedConfig) -> None:
+        self.key, self.sliceable, self.config = key, tuple(sliceable), config
+        self.needs_boundaries = not all(sliceable)
+        self.root = Node(b"", 0, [], "")
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
-    def walk(self, tokens: np.ndarray) -> Walk:
-        """Return how far ``tokens``, int64 ``[n]``, lead into the tree."""
+    def walk(self, tokens: bytes) -> Walk:
+        """Return how far ``tokens`` lead into the tree."""
         nodes: list[Node] = []
         node, length = self.root, 0
-        while length < len(tokens):
-            child = node.children.get(int(tokens[length]))
-            if child is None:
-                break
+        while (child := node.children.get(token_at(tokens, length))) is not None:
             nodes.append(child)
-            length += _common(child.tokens, tokens[length:])
+            length += common_tokens(tokens, length, child.tokens)
             if length < child.end:
                 break
             node = child
         return Walk(nodes, length)
 
-    def find(self, tokens: np.ndarray) -> Found:
+    def find(self, tokens: bytes) -> Found:
         """Return the longest prefix of ``tokens`` that can be given exactly; its length may be 0.
 
-        Without windows that is all that `walk` finds. With them it takes a boundary: one at the end of the prefix, or
-        one further on, on any branch, whose windows still hold what the shorter prefix needs.
+        Where every layer can be sliced, that is all that `walk` finds. Else it takes a boundary: one at the end of the
+        prefix, or one further on, on any branch, whose windows still hold what the shorter prefix needs.
         """
         nodes, length = walk = self.walk(tokens)
-        if not self.has_windows:
+        if not self.needs_boundaries:
             return Found(self, nodes, length, walk.boundary)
         while nodes:
             length = min(length, nodes[-1].end)
@@ -121,20 +106,12 @@ class PrefixTree:
             input_ids: Its token ids, int64 ``[1, length]``.
         """
         length, boundary = found.length, found.boundary
-        blocks = [block for node in found.nodes for block in node.blocks]
-        surplus = found.nodes[-1].end - length
-        while surplus and surplus >= blocks[-1].tokens:
-            surplus -= blocks.pop().tokens
-        if surplus:
-            last = blocks.pop()
-            tokens = last.tokens - surplus
-            blocks.append(Block(tokens, tuple(layer.slice(0, tokens) for layer in last.layers)))
-        sliceable = zip(*(block.layers for block in blocks), strict=True)
-        windowed = iter(() if boundary is None else boundary.windows)
+        sliceable = iter(gather_layers((block for node in found.nodes for block in node.blocks), length))
+        others = iter(() if boundary is None else boundary.states)
         return PrefixSnapshot(
             layers=tuple(
-                AttentionState(next(sliceable), length) if window is None else next(windowed).crop_to(length)
-                for window in self.windows
+                AttentionState(next(sliceable), length) if is_sliceable else next(others).crop_to(length)
+                for is_sliceable in self.sliceable
             ),
             seq_length=length,
             batch_size=1,
@@ -148,20 +125,20 @@ class PrefixTree:
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
-    def extend(self, walk: Walk, tokens: np.ndarray, blocks: list[Block], strategy: str) -> Node:
+    def extend(self, walk: Walk, tokens: bytes, blocks: list[Block], strategy: str) -> Node:
         """Return the node that ends with the last of ``tokens``, made where there is none.
 
         Args:
             walk: How far ``tokens`` lead into the tree now.
-            tokens: Token ids, int64 ``[n]``.
+            tokens: Token ids of a whole prefix.
             blocks: Keys and values of the tokens from ``walk.length`` on.
             strategy: Name of the strategy that filled them.
         """
         node = walk.nodes[-1] if walk.nodes else self.root
         if walk.length < node.end:
             node = self._split(node, walk.length)
-        if walk.length < len(tokens):
-            child = Node(tokens[walk.length :].copy(), walk.length, blocks, strategy)
+        if walk.length < token_count(tokens):
+            child = Node(tokens_from(tokens, walk.length), walk.length, blocks, strategy)
             node.adopt(child)
             node = child
         return node
@@ -169,39 +146,38 @@ class PrefixTree:
     def set_boundary(self, node: Node, boundary: Boundary) -> None:
         """Put ``boundary`` at the end of ``node``."""
         node.boundary, boundary.node = boundary, node
-        if self.has_windows:
+        if self.needs_boundaries:
             for above in node.upwards():
                 if above.server is not None and above.server.floor <= boundary.floor:
                     break
                 above.server = boundary
 
-    def drop(self, item: Node | Boundary) -> Dropped:
-        """Take out a boundary, or a leaf without one, and what is of no use without it."""
-        items: list[Node | Boundary] = [item]
-        nbytes = item.nbytes
+    def drop(self, item: Node | Boundary) -> Iterator[tuple[Node | Boundary, int]]:
+        """Take out a boundary, or a leaf without one, and what is of no use without it.
+
+        Yields:
+            What is no longer in the tree, and the bytes freed.
+        """
         if isinstance(item, Boundary):
             node = item.node
             self._unset_boundary(node, item)
+            yield item, item.nbytes
         else:
             node = self._detach(item)
-        while node is not self.root and node.boundary is None:
-            if not node.children and self.has_windows:
-                items.append(node)
-                nbytes += node.nbytes
-                node = self._detach(node)
-                continue
-            if len(node.children) == 1:
-                items.append(self._absorb_child(node))
-            break
-        return Dropped(items, nbytes)
+            yield item, item.nbytes
+        while self.needs_boundaries and node is not self.root and node.boundary is None and not node.children:
+            leaf, node = node, self._detach(node)
+            yield leaf, leaf.nbytes
+        if node is not self.root and node.boundary is None and len(node.children) == 1:
+            yield self._absorb_child(node), 0
 
     def _split(self, node: Node, position: int) -> Node:
         """Cut ``node`` in two at ``position`` and return the new node before it."""
         offset, parent = position - node.start, node.parent or self.root
-        before, rest = cut_blocks(node.blocks, offset)
-        upper = Node(node.tokens[:offset].copy(), node.start, before, node.strategy)
+        before, after = cut_blocks(node.blocks, offset)
+        upper = Node(first_tokens(node.tokens, offset), node.start, before, node.strategy)
         upper.server = node.server
-        node.tokens, node.start, node.blocks = node.tokens[offset:].copy(), position, rest
+        node.tokens, node.start, node.blocks = tokens_from(node.tokens, offset), position, after
         parent.adopt(upper)
         upper.adopt(node)
         return upper
@@ -213,7 +189,7 @@ class PrefixTree:
         """
         (child,) = node.children.values()
         node.blocks = join_blocks(node.blocks, child.blocks)
-        node.tokens = np.concatenate([node.tokens, child.tokens])
+        node.tokens += child.tokens
         node.strategy, node.boundary, node.children = child.strategy, child.boundary, {}
         if node.boundary is not None:
             node.boundary.node = node
@@ -221,10 +197,17 @@ class PrefixTree:
             node.adopt(below)
         return child
 
-    def _detach(self, node: Node) -> Node:
-        """Take the leaf ``node`` out and return its parent."""
-        parent = node.parent or self.root
-        del parent.children[int(node.tokens[0])]
+    def _detach(self, leaf: Node) -> Node:
+        """Take ``leaf`` out and return its parent."""
+        parent, block = leaf.parent or self.root, leaf.blocks[0]
+        if block.start:  # the page stays with those before: give up this part of it
+            page = block.page.first(block.start)
+            for node in parent.upwards():
+                last = node.blocks[-1]
+                node.blocks[-1] = last._replace(page=page)
+                if not last.start:
+                    break
+        del parent.children[token_at(leaf.tokens, 0)]
         return parent
 
     @staticmethod
@@ -237,11 +220,3 @@ class PrefixTree:
             above.server = min(
                 (server for server in below if server is not None), key=lambda server: server.floor, default=None
             )
-
-
-def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """Return how many first tokens ``left`` and ``right`` have in common."""
-    size = min(len(left), len(right))
-    unequal = left[:size] != right[:size]
-    first = int(unequal.argmax())
-    return first if unequal[first] else size
