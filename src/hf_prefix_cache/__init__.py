@@ -1,29 +1,60 @@
 """Compute a prompt prefix once, then use it exactly, everywhere in Hugging Face Transformers."""
 
 from . import exceptions
-from .caches import PrefixCache, PrefixDynamicCache, PrefixStaticCache, PreparedInputs, total_nbytes
+from .caches import (
+    PrefixCache,
+    PrefixDynamicCache,
+    PrefixStaticCache,
+    PreparedInputs,
+    total_nbytes,
+)
+from .conversation import Branch, Mark
 from .exceptions import *  # noqa: F403 - every error is public, and listed in exceptions.__all__
 from .generation import register, unregister
 from .model import PrefixCachedModel
 from .report import GenerationReport, last_report
+from .scoring import (
+    ContinuationScore,
+    PrefixNode,
+    ScoringReport,
+    SelfCheck,
+    SharingPlan,
+    encode_pairs,
+    last_scoring_report,
+    loglikelihood,
+    loglikelihood_rolling,
+    plan,
+)
 from .snapshot import PrefixSnapshot
 from .store import PrefixStore, StoreStats, invalidate, set_store, store_for
 from .strategy import StrategyChoice, choose_strategy
 
 __all__ = [
+    "Branch",
+    "ContinuationScore",
     "GenerationReport",
+    "Mark",
     "PrefixCache",
     "PrefixCachedModel",
     "PrefixDynamicCache",
+    "PrefixNode",
     "PrefixSnapshot",
     "PrefixStaticCache",
     "PrefixStore",
     "PreparedInputs",
+    "ScoringReport",
+    "SelfCheck",
+    "SharingPlan",
     "StoreStats",
     "StrategyChoice",
     "choose_strategy",
+    "encode_pairs",
     "invalidate",
     "last_report",
+    "last_scoring_report",
+    "loglikelihood",
+    "loglikelihood_rolling",
+    "plan",
     "register",
     "set_store",
     "store_for",

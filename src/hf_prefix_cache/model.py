@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .caches import PrefixCache, PrefixDynamicCache
 from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
+from .conversation import Branch
 from .exceptions import (
     BatchSizeError,
     InputMismatchError,
@@ -22,6 +25,7 @@ from .generation import computes_randomly, given_prefix
 from .layers import AttentionState
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
+from .scoring import ContinuationScore, encode_pairs, loglikelihood
 from .snapshot import PrefixSnapshot
 from .store import PrefixStore, set_store, store_for
 from .suffixes import crosses_regime, forward_grouped
@@ -247,6 +251,63 @@ class PrefixCachedModel:
             output = self.model(**prepared._asdict(), **cache_argument(cache), **kwargs)
         record_report(self.model, GenerationReport(strategy, rows, total, computed, snapshot.seq_length, reason))
         return output
+
+    @contextmanager
+    def branch(self, snapshot: PrefixSnapshot) -> Iterator[Branch]:
+        """Continue ``snapshot`` on trial: generate, mark, roll back, and commit what is to be kept.
+
+        What is not committed when the block ends is dropped; a committed state is in the model's store, so that the
+        next turn's prompt continues from it.
+
+        Args:
+            snapshot: A complete snapshot of one row, as `prefill` or `Branch.commit` returns it.
+
+        Raises:
+            SnapshotIncompleteError, FingerprintMismatchError, BatchSizeError: The snapshot cannot be continued.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> with model.branch(model.prefill([5, 6, 7])) as branch:
+            ...     _ = branch.generate([[5, 6, 7, 8]], max_new_tokens=2, do_sample=False)
+            ...     kept = branch.commit()
+            >>> kept.seq_length
+            5
+        """
+        yield Branch(self.model, snapshot, self.tokenizer)
+
+    def loglikelihood(self, pairs: Iterable[tuple[str, str]], **options: Any) -> list[ContinuationScore]:
+        """Score text pairs ``(context, continuation)``, computing what contexts share once.
+
+        Args:
+            pairs: The pairs; they are encoded by the rules of lm-evaluation-harness, see `hpc.encode_pairs`.
+            **options: Those of `hpc.loglikelihood`.
+
+        Returns:
+            One score per pair, in the order asked.
+
+        Raises:
+            InputMismatchError: The wrapper has no tokenizer.
+
+        Example:
+            >>> import torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> try:
+            ...     model.loglikelihood([("a", "b")])
+            ... except hpc.InputMismatchError as error:
+            ...     print(str(error)[:31])
+            text pairs need a tokenizer; pa
+        """
+        if self.tokenizer is None:
+            raise InputMismatchError(
+                "text pairs need a tokenizer; pass it as PrefixCachedModel(model, tokenizer), or pass token ids to "
+                "hpc.loglikelihood"
+            )
+        return loglikelihood(self.model, encode_pairs(self.tokenizer, pairs), **options)
 
     def report(self) -> GenerationReport | None:
         """Return what the last `generate` or `forward` asked for, reused and computed; None before the first.
