@@ -4,16 +4,21 @@ No other module reaches past Transformers' documented names. When a release move
 import fails with `IncompatibleTransformersError`, which names what moved.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 
 from .exceptions import IncompatibleTransformersError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "CACHE_ARGUMENT",
@@ -69,8 +74,8 @@ _POSITIONS_FROM_PADDING_ID = frozenset(
     }
 )
 
-# Models whose running state continues exactly when several tokens follow it in one forward. Others (Mamba, Falcon-Mamba
-# and Jamba, measured) start their scan from zero then, and are right only one token at a time.
+# Models whose running state continues exactly when several tokens follow it in one forward. Others (Mamba,
+# Falcon-Mamba and Jamba, measured) start their scan from zero then, and are right only one token at a time.
 _RESUMES = frozenset({"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "qwen3_next"})
 
 # The tuples that `GenerationConfig.validate` looks names up in: every name goes into the first, static ones into both.
@@ -256,7 +261,11 @@ def resumes_in_one_call(config: PreTrainedConfig) -> bool:
 
 def refuse_cache_keyword(cache_class: type) -> None:
     """Before 5.24, make ``model(cache=...)`` raise: models there swallow the name silently and ignore the prefix."""
-    if CACHE_ARGUMENT == "cache" or "__call__" in vars(PreTrainedModel):
+    if CACHE_ARGUMENT == "cache":
+        return
+    from transformers import PreTrainedModel  # not at import: it takes seconds
+
+    if "__call__" in vars(PreTrainedModel):
         return
     module_call = PreTrainedModel.__call__
 

@@ -1,11 +1,13 @@
 """A conversation that tries things: marks, rollback and commit, on models that can crop and on those that cannot."""
 
+from __future__ import annotations
+
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .caches import PrefixDynamicCache
 from .compat import cache_argument
@@ -13,6 +15,9 @@ from .exceptions import BatchSizeError, InputMismatchError, SnapshotIncompleteEr
 from .prompts import describe_divergence, encode_prompts
 from .snapshot import PrefixSnapshot
 from .store import store_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Branch", "Mark"]
 
@@ -118,9 +123,13 @@ class Branch:
         result = generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), **generate_kwargs)
         sequences = getattr(result, "sequences", result).cpu()
         if sequences.shape[0] != 1 or cache.rows != 1:
-            raise InputMismatchError("the call returned several rows; a branch continues one: leave beams and copies out")
+            raise InputMismatchError(
+                "the call returned several rows; a branch continues one: leave beams and copies out"
+            )
         held = min(cache.seq_length, sequences.shape[1])
-        snapshot = cache.snapshot(model=self._model, input_ids=sequences[:, :held]) if held == cache.seq_length else None
+        snapshot = (
+            cache.snapshot(model=self._model, input_ids=sequences[:, :held]) if held == cache.seq_length else None
+        )
         self._here = Mark(sequences, snapshot)
         return result
 

@@ -20,10 +20,10 @@ __all__ = [
     "RequestError",
     "SnapshotIncompleteError",
     "StoreIntegrityError",
-    "UnsupportedLayerError",
-    "UnsupportedModelError",
     "UnknownOptionError",
     "UnknownStrategyError",
+    "UnsupportedLayerError",
+    "UnsupportedModelError",
 ]
 
 

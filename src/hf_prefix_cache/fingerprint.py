@@ -1,18 +1,23 @@
 """What makes a prefix valid for a model: a digest of its weights and of all that changes its numbers."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import secrets
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .compat import attention_implementation, decoder_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["fingerprint_of", "invalidate_fingerprint", "same_architecture"]
 
@@ -47,7 +52,7 @@ class _Known:
     digest: str
 
 
-_known: "weakref.WeakKeyDictionary[torch.nn.Module, _Known]" = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 def _count_step(*_: object) -> None:

@@ -1,15 +1,19 @@
 """Feeding unpadded tokens to a model on a cache."""
 
+from __future__ import annotations
+
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from .caches import PrefixCache
 from .compat import cache_argument, decoder_config, resumes_in_one_call
 from .layers import PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["feed", "next_token_logits", "takes_single_tokens"]
 

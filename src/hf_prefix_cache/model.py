@@ -1,13 +1,15 @@
 """`PrefixCachedModel`: a model that computes a prefix once and uses it in generate and forward."""
 
+from __future__ import annotations
+
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .caches import PrefixCache, PrefixDynamicCache
 from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
@@ -30,6 +32,9 @@ from .snapshot import PrefixSnapshot
 from .store import PrefixStore, set_store, store_for
 from .suffixes import crosses_regime, forward_grouped
 from .validation import check_mask, check_strategy, check_token_ids, vocabulary_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["PrefixCachedModel"]
 

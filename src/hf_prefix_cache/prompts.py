@@ -1,15 +1,20 @@
 """Prompts in every form that users have them in (text, token ids, chat messages) as token ids."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .exceptions import InputMismatchError
 from .validation import check_token_ids, vocabulary_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["EncodedPrompts", "describe_divergence", "encode_prefix", "encode_prompts"]
 

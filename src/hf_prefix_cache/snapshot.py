@@ -1,12 +1,14 @@
 """A prefix at a moment: an immutable value that caches start from."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .exceptions import (
     FingerprintMismatchError,
@@ -21,14 +23,16 @@ from .layers import LayerState
 from .storage import storage_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .caches import PrefixCache
 
 __all__ = ["PrefixSnapshot", "register_cache"]
 
-_caches: dict[str, "Callable[..., PrefixCache]"] = {}
+_caches: dict[str, Callable[..., PrefixCache]] = {}
 
 
-def register_cache(strategy: str, build: "Callable[..., PrefixCache]") -> None:
+def register_cache(strategy: str, build: Callable[..., PrefixCache]) -> None:
     """Say how `PrefixSnapshot.to_cache` makes a cache of ``strategy``."""
     _caches[strategy] = build
 
@@ -92,7 +96,7 @@ class PrefixSnapshot:
         """Return whether `crop_to` works: a window that has moved on cannot go back by more than one token."""
         return all(layer.can_crop_to(length) for layer in self.layers)
 
-    def crop_to(self, length: int) -> "PrefixSnapshot":
+    def crop_to(self, length: int) -> PrefixSnapshot:
         """Return a snapshot of the first ``length`` tokens. No copy; ``next_logits`` is then None.
 
         Args:
@@ -117,11 +121,11 @@ class PrefixSnapshot:
             next_logits=None,
         )
 
-    def compact(self) -> "PrefixSnapshot":
+    def compact(self) -> PrefixSnapshot:
         """Return an equal snapshot with storage of its own and no spare room."""
         return replace(self, layers=tuple(layer.compact() for layer in self.layers))
 
-    def to(self, device: torch.device | str) -> "PrefixSnapshot":
+    def to(self, device: torch.device | str) -> PrefixSnapshot:
         """Return the snapshot with its keys, values and logits on ``device``; token ids stay on the CPU."""
         return replace(
             self,
@@ -132,7 +136,7 @@ class PrefixSnapshot:
 
     def to_cache(
         self, strategy: str | None = None, batch_size: int = 1, *, allow_lossy: bool = False, **options: Any
-    ) -> "PrefixCache":
+    ) -> PrefixCache:
         """Return a new cache that starts at this prefix.
 
         Args:

@@ -1,13 +1,19 @@
 """Which cache for which model, device and memory, and why."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .caches.base import attention_layers
 from .compat import decoder_config
 from .exceptions import CacheCapacityError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["StrategyChoice", "cache_bytes", "choose_strategy"]
 

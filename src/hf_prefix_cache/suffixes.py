@@ -1,14 +1,18 @@
 """Suffixes behind one prefix where they cannot run as one padded batch: one forward for each length, unpadded."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from .compat import cache_argument, forget_rotary_state, original_max_positions
 from .exceptions import InputMismatchError, SnapshotIncompleteError, UnsupportedModelError
 from .forward import takes_single_tokens
 from .snapshot import PrefixSnapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["GroupedOutput", "crosses_regime", "forward_grouped"]
 

@@ -1,12 +1,18 @@
 """Checks of what users pass in, with errors that name the argument, the rule, the value and the remedy."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .compat import decoder_config
 from .exceptions import InputMismatchError, InvalidTokensError, UnknownStrategyError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["STRATEGIES", "check_mask", "check_strategy", "check_token_ids", "vocabulary_size"]
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from ..layers.deferred import SharedPart, attached
 from ..layers.state import KeyValues
@@ -26,6 +25,8 @@ def install() -> None:
 
     No setting of any model is changed, so calls on one model from several threads do not see each other.
     """
+    from transformers import AttentionInterface  # not at import: it takes seconds
+
     with _lock:
         if not _original:
             _original.append(AttentionInterface()["sdpa"])
@@ -34,6 +35,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take back what `install` did."""
+    from transformers import AttentionInterface
+
     with _lock:
         if _original:
             AttentionInterface.register("sdpa", _original.pop())

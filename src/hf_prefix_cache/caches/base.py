@@ -1,10 +1,12 @@
 """What all prefix caches can do beyond Transformers' caches: snapshot, restore, fork and crop."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Container, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword
 from ..exceptions import (
@@ -21,15 +23,16 @@ from ..storage import storage_bytes
 from ..validation import check_token_ids, vocabulary_size
 from .running import RunningStateCache
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["PrefixCache", "attention_layers", "total_nbytes"]
 
 _Self = TypeVar("_Self", bound="PrefixCache")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def attention_layers(
-    config: PreTrainedConfig, cache_name: str, kinds: Container[str] = _ATTENTION
-) -> list[LayerSpec]:
+def attention_layers(config: PreTrainedConfig, cache_name: str, kinds: Container[str] = _ATTENTION) -> list[LayerSpec]:
     """Return what each layer of ``config`` keeps, if it is one of ``kinds``.
 
     Raises:
@@ -64,6 +67,11 @@ class PrefixCache(RunningStateCache):
     strategy: str
     _options: dict[str, Any]
     _known_ids: torch.Tensor | None = None
+
+    def __new__(cls, *_: Any, **__: Any) -> PrefixCache:
+        """Make a cache; the first one of a process makes old Transformers releases refuse what they would ignore."""
+        refuse_cache_keyword(PrefixCache)
+        return super().__new__(cls)
 
     # -- what is held ------------------------------------------------------------------------------------------------
 
@@ -346,6 +354,3 @@ def total_nbytes(caches: Iterable[PrefixCache | PrefixSnapshot]) -> int:
         0
     """
     return storage_bytes(tensor for item in caches for tensor in item.tensors)
-
-
-refuse_cache_keyword(PrefixCache)

@@ -138,7 +138,8 @@ class PaddingAwareCache(Cache):
         if not all(layer.is_sliceable for layer in self.layers):
             raise UnsupportedModelError(
                 "padded rows on a model with windows or a running state: padding between prefix and suffix shifts "
-                "the windows and enters the state; run rows of equal length, or use PrefixCachedModel.forward, which groups them"
+                "the windows and enters the state; run rows of equal length, or use PrefixCachedModel.forward, "
+                "which groups them"
             )
         if not positions_follow_mask(self._config):
             raise UnsupportedModelError(

@@ -40,7 +40,7 @@ class RunningStateCache(PaddingAwareCache):
             layer.cancel_step()
             raise UnsupportedModelError(
                 f"{added} tokens follow a prefix of {self.seq_length} in one forward; models of the type "
-                f"{self._config.model_type!r} start their scan from zero then and give wrong logits: feed one token at "
-                "a time, or use generate or PrefixCachedModel, which do"
+                f"{self._config.model_type!r} start their scan from zero then and give wrong logits: feed one "
+                "token at a time, or use generate or PrefixCachedModel, which do"
             )
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

@@ -1,18 +1,22 @@
 """One call of ``generate`` with a prefix strategy: its options, and what it used."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..caches import PrefixCache
 from ..exceptions import UnknownOptionError
 from ..snapshot import PrefixSnapshot
 from .batch import PromptBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Call", "CallOptions", "current_call", "given_for", "given_prefix", "running_call"]
 
@@ -30,7 +34,7 @@ class CallOptions:
     namespace: str = ""
 
     @classmethod
-    def parse(cls, cache_config: Any) -> "CallOptions":
+    def parse(cls, cache_config: Any) -> CallOptions:
         """Read ``cache_config``, a dict or None.
 
         Raises:

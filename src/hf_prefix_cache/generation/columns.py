@@ -1,11 +1,15 @@
 """Feeding some columns of a prompt the way ``generate`` does."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..caches import PrefixCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["feed_columns"]
 

@@ -3,13 +3,15 @@
 Each hook stands for a method of Transformers' ``GenerationMixin`` and is given the original one first.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixStaticCache
 from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask, static_cache_length
@@ -24,6 +26,9 @@ from .keep import keep_rows
 from .own_cache import continue_own_cache, remember_ids, tell_padding
 from .prefill import reuse_prefix
 from .support import check_assisted, check_model, check_own_assisted, why_not_assisted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["HOOKS"]
 

@@ -1,9 +1,11 @@
 """Keeping what a call computed for later calls, one row at a time."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from ..compat import decoder_config
 from ..layers import AttentionState, KeyValues
@@ -11,6 +13,9 @@ from ..snapshot import PrefixSnapshot
 from ..store import store_for
 from .batch import PromptBatch
 from .call import Call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["keep_rows"]
 

@@ -1,9 +1,11 @@
 """``generate`` on a prefix cache that the caller passes, with complete prompts or with new tokens alone."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..caches import PrefixCache
 from ..compat import original_max_positions
@@ -11,6 +13,9 @@ from ..exceptions import InputMismatchError, UnsupportedModelError
 from ..report import GenerationReport, record_report
 from .batch import positions_of
 from .call import Call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["continue_own_cache", "remember_ids", "tell_padding"]
 

@@ -1,9 +1,11 @@
 """The prefill of ``generate``: find what is known, compute what rows share once, leave the rest to Transformers."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..caches import PrefixDynamicCache
 from ..compat import original_max_positions
@@ -16,6 +18,9 @@ from .batch import common_prefix_length, moved_mask, positions_of, read_batch
 from .call import Call, given_for
 from .columns import feed_columns
 from .reasons import why_not_beside, why_not_by_ids, within_one_regime
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["reuse_prefix"]
 

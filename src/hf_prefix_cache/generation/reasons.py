@@ -1,13 +1,17 @@
 """Why a prompt cannot be reused, in words: the rules that keep reuse exact."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..compat import CACHE_ARGUMENT, original_max_positions, positions_follow_mask
 from ..snapshot import PrefixSnapshot
 from .batch import PromptBatch, positions_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["computes_randomly", "why_not_beside", "why_not_by_ids", "within_one_regime"]
 

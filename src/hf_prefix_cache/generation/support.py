@@ -1,14 +1,19 @@
 """Which models and calls the ``prefix-*`` names serve; the others are refused by name."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
 from ..compat import drafts_from_tokens, generation_mixin
 from ..exceptions import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["check_assisted", "check_model", "check_own_assisted", "why_not_assisted"]
 

@@ -144,7 +144,9 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
             self._tokens, self._step_begun = self._tokens + conv_states.shape[-1], False
         return result
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         """Replace the recurrent state ``[rows, ...]``."""
         self._leave_inference_mode()
         result: torch.Tensor = LinearAttentionLayer.update_recurrent_state(self, recurrent_states, state_idx, **kwargs)

@@ -101,7 +101,7 @@ class AttentionState:
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether the first ``length`` tokens can be kept exactly."""
-        return 0 <= length <= self.length and self.first <= self.needed_from(length)
+        return length == 0 or (0 < length <= self.length and self.first <= self.needed_from(length))
 
     def crop_to(self, length: int) -> "AttentionState":
         """Return the state after the first ``length`` tokens; views, no copy. Ask `can_crop_to` before."""

@@ -301,7 +301,7 @@ class PrefixStaticSlidingWindowLayer(_StaticRows, StaticSlidingWindowLayer):
             for buffer in (self.keys.detach(), self.values.detach()):
                 buffer.copy_(buffer.roll(removed, dims=-2))
         self.set_length(length)
-        self._held_from = first
+        self._held_from = first if length else 0
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens seen, in place."""
