@@ -1,0 +1,100 @@
+"""Models that the prefix strategies do not serve are refused by name, and nothing of them is changed."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+    XLNetConfig,
+)
+
+import hf_prefix_cache as hpc
+from generation.oracles import STRATEGIES, generated, tokens
+from tiny_models import COMMON, DECODER, build
+
+
+def t5():
+    config = T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
+
+
+def bart():
+    sizes = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    return AutoModelForSeq2SeqLM.from_config(BartConfig(vocab_size=99, d_model=16, **sizes)).eval()
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "prefix-auto"])
+@pytest.mark.parametrize("make", [t5, bart])
+def test_models_with_an_encoder_are_refused_by_name(make, strategy):
+    model, prompt = make(), tokens(1, 6)
+    plain = generated(model, prompt)
+    with pytest.raises(
+        hpc.UnsupportedModelError, match=f"{type(model).__name__} is an encoder-decoder.*leave cache_imp"
+    ):
+        generated(model, prompt, cache_implementation=strategy)
+    assert torch.equal(generated(model, prompt), plain)
+
+
+class OwnPrefill(LlamaForCausalLM):
+    def _prefill(self, *args, **kwargs):
+        return super()._prefill(*args, **kwargs)
+
+
+class OwnCachePreparation(LlamaForCausalLM):
+    def _prepare_cache_for_generation(self, *args, **kwargs):
+        return super()._prepare_cache_for_generation(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [OwnPrefill, OwnCachePreparation])
+def test_models_with_a_prefill_or_cache_of_their_own_are_refused_by_name(kind):
+    model = kind(LlamaConfig(**DECODER)).eval()
+    plain = generated(model, tokens(1, 6))
+    with pytest.raises(hpc.UnsupportedModelError, match=f"{kind.__name__} has its own _pre"):
+        generated(model, tokens(1, 6), cache_implementation="prefix-dynamic")
+    assert torch.equal(generated(model, tokens(1, 6)), plain)
+
+
+def mamba():
+    return build(MambaConfig(**COMMON, hidden_size=16, num_hidden_layers=1, state_size=4))
+
+
+def qwen3_next():
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    experts["shared_expert_intermediate_size"] = 8
+    types = ["linear_attention", "full_attention"]
+    return build(Qwen3NextConfig(**DECODER, **sizes, **experts, layer_types=types))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("make", [mamba, qwen3_next])
+def test_layers_that_no_store_holds_are_refused_by_their_kind(make, strategy):
+    model, prompt = make(), tokens(1, 6)
+    plain = generated(model, prompt)
+    with pytest.raises(hpc.UnsupportedLayerError, match=r"layer 0 of .*Config is of the kind"):
+        generated(model, prompt, cache_implementation=strategy)
+    assert torch.equal(generated(model, prompt), plain)
+
+
+def test_models_that_keep_their_state_elsewhere_are_refused_by_name():
+    model = build(XLNetConfig(vocab_size=99, d_model=16, n_layer=1, n_head=2, d_inner=16))
+    with pytest.raises(hpc.PrefixCacheError, match="XLNet"):
+        generated(model, tokens(1, 6), cache_implementation="prefix-dynamic")
+
+
+def test_a_cache_and_a_name_together_are_refused_as_in_transformers(tiny_model):
+    model = tiny_model("llama")
+    cache = hpc.PrefixDynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        generated(model, tokens(1, 6), cache_implementation="prefix-dynamic", **hpc.compat.cache_argument(cache))
+    assert cache.seq_length == 0
