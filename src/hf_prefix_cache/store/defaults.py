@@ -1,21 +1,26 @@
 """One store per model, made when it is first needed and freed with the model."""
 
+from __future__ import annotations
+
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 from ..fingerprint import invalidate_fingerprint
 from .prefix_store import PrefixStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["invalidate", "set_store", "store_for"]
 
 _FREE_MEMORY_SHARE = 8  # a default store may take one eighth of what is free
 
 _lock = threading.RLock()
-_stores: "weakref.WeakKeyDictionary[PreTrainedModel, PrefixStore]" = weakref.WeakKeyDictionary()
+_stores: weakref.WeakKeyDictionary[PreTrainedModel, PrefixStore] = weakref.WeakKeyDictionary()
 
 
 def store_for(model: PreTrainedModel) -> PrefixStore:

@@ -90,7 +90,8 @@ def _check_blocks(tree: PrefixTree, node: Node, storages: dict[int, int]) -> Non
             continued = bool(before) and before[0].page is page and before[0].stop == block.start
             _require(continued, "a part of a page does not follow the part before it")
         if block.stop < page.tokens:
-            starts = [child.blocks[0].start for child in node.children.values() if child.blocks[0].page is page]
+            following = [first for child in node.children.values() for first in child.blocks[:1]]
+            starts = [first.start for first in following if first.page is page]
             _require(index == len(node.blocks) - 1 and starts == [block.stop], "a part of a page belongs to no run")
             continue  # its storages are counted where it ends
         stacked = sum(len(stack) for stack in page.stacks)

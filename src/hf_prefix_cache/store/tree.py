@@ -137,11 +137,16 @@ class PrefixTree:
         node = walk.nodes[-1] if walk.nodes else self.root
         if walk.length < node.end:
             node = self._split(node, walk.length)
-        if walk.length < token_count(tokens):
-            child = Node(tokens_from(tokens, walk.length), walk.length, blocks, strategy)
-            node.adopt(child)
-            node = child
-        return node
+        if walk.length == token_count(tokens):
+            return node
+        rest = tokens_from(tokens, walk.length)
+        if node is not self.root and node.boundary is None and not node.children:  # a leaf left behind goes on
+            node.blocks = join_blocks(node.blocks, blocks)
+            node.tokens, node.strategy = node.tokens + rest, strategy
+            return node
+        child = Node(rest, walk.length, blocks, strategy)
+        node.adopt(child)
+        return child
 
     def set_boundary(self, node: Node, boundary: Boundary) -> None:
         """Put ``boundary`` at the end of ``node``."""
