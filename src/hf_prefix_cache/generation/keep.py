@@ -42,7 +42,7 @@ def keep_rows(
     for index, padding in enumerate(batch.padding):
         tokens = _fed_tokens(sequences[index, :held].cpu(), padding, batch, call.end_ids)
         row = PrefixSnapshot(
-            layers=tuple(_row(layer, index, call.shared, call.shared + padding) for layer in layers),
+            layers=tuple(layer.row(index, call.shared, call.shared + padding) for layer in layers),
             seq_length=cache.seq_length - padding,
             batch_size=1,
             strategy=call.strategy,
@@ -60,16 +60,3 @@ def _fed_tokens(sequence: torch.Tensor, padding: int, batch: PromptBatch, end_id
     ends = torch.isin(sequence[batch.columns :], end_ids).nonzero()
     stop = batch.columns + int(ends[0]) + 1 if len(ends) else len(sequence)
     return sequence[padding:stop]
-
-
-def _row(state: AttentionState, index: int, start: int, stop: int) -> AttentionState:
-    """Return row ``index`` of ``state`` without its columns ``start`` to ``stop``; views."""
-    segments, position = [], state.first
-    for segment in state.segments:
-        row = segment if segment.rows == 1 else KeyValues(*(tensor[index : index + 1] for tensor in segment))
-        end = position + segment.tokens
-        for first, last in ((position, min(end, start)), (max(position, stop), end)):
-            if first < last:
-                segments.append(row.slice(first - position, last - position))
-        position = end
-    return replace(state, segments=tuple(segments), length=state.length - (stop - start))

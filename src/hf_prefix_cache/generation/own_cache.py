@@ -142,7 +142,7 @@ def _begins_as(cache: PrefixCache, input_ids: torch.Tensor, mask: torch.Tensor |
         agreements.append((int(different[0]) if len(different) else length, length))
     if all(agreed == length for agreed, length in agreements):
         return True
-    if not any(agreed for agreed, _ in agreements):
+    if any(agreed == 0 for agreed, _ in agreements) and not any(agreed == length for agreed, length in agreements):
         return False
     row = next(index for index, (agreed, length) in enumerate(agreements) if agreed < length)
     shortest = min(agreed for agreed, _ in agreements)

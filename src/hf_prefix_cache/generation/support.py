@@ -11,6 +11,7 @@ from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
 from ..compat import drafts_from_tokens, generation_mixin
 from ..exceptions import UnsupportedModelError
+from ..layers import DYNAMIC_KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,14 +24,14 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
 
     Raises:
         UnsupportedModelError: An encoder-decoder model, or one with a ``generate`` or cache of its own.
-        UnsupportedLayerError: Layers of another kind than full, sliding or chunked attention.
+        UnsupportedLayerError: Layers of a kind that is not held exactly.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder model, which {strategy!r} does not serve; leave cache_implementation out"
         )
-    attention_layers(model.config, f"{strategy!r} in generate")
+    attention_layers(model.config, f"{strategy!r} in generate", DYNAMIC_KINDS)
     mixin = generation_mixin()
     for method in ("_prepare_cache_for_generation", "_prefill"):
         if getattr(type(model), method) is not getattr(mixin, method):
