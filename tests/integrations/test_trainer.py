@@ -45,8 +45,10 @@ def mixed_rows():
     rows = [labelled(preamble + passage, ids(3)) for _ in range(5)]
     rows += [labelled(preamble + ids(4), ids(1 + n)) for n in range(4)]
     rows += [labelled(preamble, ids(2), ids(5), ids(3), ids(2)) for _ in range(3)]
-    rows += [labelled(ids(9), ids(4)), labelled([], ids(11)), labelled(ids(6)), rows[0], labelled(preamble, passage)]
-    return [rows[place] for place in torch.randperm(len(rows)).tolist()]
+    rows += [labelled(ids(9), ids(4)), labelled([], ids(11)), rows[0], labelled(preamble, passage)]
+    first, *others = [rows[place] for place in torch.randperm(len(rows)).tolist()]
+    # The row without labels never makes a batch alone: before 5.24 `Trainer` gives NaN then.
+    return [first, labelled(ids(6)), *others]
 
 
 def pad(features, side="right"):
@@ -118,7 +120,8 @@ def count_live_tensors():
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
 def test_the_loss_is_the_trainers_at_every_batch_size(tiny_model, tmp_path, batch_size):
-    assert_equals_trainer(tiny_model("llama"), tmp_path, mixed_rows(), per_device_eval_batch_size=batch_size)
+    rows = [row for row in mixed_rows() if batch_size > 1 or set(row["labels"]) != {-100}]
+    assert_equals_trainer(tiny_model("llama"), tmp_path, rows, per_device_eval_batch_size=batch_size)
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
