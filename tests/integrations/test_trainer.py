@@ -47,7 +47,7 @@ def mixed_rows():
     rows += [labelled(preamble, ids(2), ids(5), ids(3), ids(2)) for _ in range(3)]
     rows += [labelled(ids(9), ids(4)), labelled([], ids(11)), rows[0], labelled(preamble, passage)]
     first, *others = [rows[place] for place in torch.randperm(len(rows)).tolist()]
-    # The row without labels never makes a batch alone: before 5.24 `Trainer` gives NaN then.
+    # The row without labels never makes a batch alone: before 5.23 `Trainer` gives NaN then.
     return [first, labelled(ids(6)), *others]
 
 

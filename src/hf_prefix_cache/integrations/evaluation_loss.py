@@ -49,7 +49,8 @@ def prefix_evaluation_loss(
     Rows may share prefixes or not, in any order: they are put in prefix order. The loss is that of `Trainer.evaluate`
     for the same data set, collator and batch size, in one process and without label smoothing: the mean over each
     batch's tokens, then the mean over batches, weighted by their rows; batches without a finite loss are left out
-    (where `Trainer` gives NaN before Transformers 5.24). So the batch size matters for the result, though not for how the tokens are computed.
+    (before Transformers 5.23 `Trainer` gives NaN there). So the batch size matters for the result, though not for how
+    the tokens are computed.
 
     Nothing is kept between calls: the weights are those of now, the adapter is the active one (or none, inside
     ``model.disable_adapter()``), every module's mode is put back as it was, and all memory is free again. Models that
