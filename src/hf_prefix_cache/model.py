@@ -24,7 +24,6 @@ from .exceptions import (
 from .fingerprint import fingerprint_of
 from .forward import feed, takes_single_tokens
 from .generation import computes_randomly, given_prefix
-from .layers import AttentionState
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
 from .scoring import ContinuationScore, encode_pairs, loglikelihood
@@ -133,8 +132,9 @@ class PrefixCachedModel:
         if known is not None:
             cache.load(known, batch_size=1)
         logits = feed(self.model, ids[:, cache.seq_length :], cache, chunk_size=_CHUNK if is_short else None)
+        forget_rotary_state(self.model)  # the fingerprint is that of a model at rest
         snapshot = cache.snapshot(model=self.model, input_ids=ids, next_logits=logits)
-        if is_short and all(isinstance(layer, AttentionState) for layer in snapshot.layers):
+        if is_short:
             store.insert(snapshot)
         return snapshot
 

@@ -11,11 +11,14 @@ from transformers import PreTrainedConfig
 from .caches.base import attention_layers
 from .compat import decoder_config
 from .exceptions import CacheCapacityError
+from .layers import DYNAMIC_KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["StrategyChoice", "cache_bytes", "choose_strategy"]
+
+_STATE_ONLY = ("conv", "linear_attention")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class StrategyChoice:
 def cache_bytes(config: PreTrainedConfig, *, tokens: int, batch_size: int = 1, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values of ``tokens`` tokens in ``batch_size`` rows; windows hold their width.
 
+    Running states (Mamba and its like) do not grow with the tokens and are not counted.
+
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
@@ -52,12 +57,14 @@ def cache_bytes(config: PreTrainedConfig, *, tokens: int, batch_size: int = 1, d
         7680
     """
     decoder = decoder_config(config)
+    specs = [
+        spec for spec in attention_layers(config, "a prefix cache", DYNAMIC_KINDS) if spec.kind not in _STATE_ONLY
+    ]
+    if not specs:
+        return 0
     heads = getattr(decoder, "num_key_value_heads", None) or decoder.num_attention_heads
     head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
-    held = sum(
-        tokens if spec.window is None else min(tokens, spec.window)
-        for spec in attention_layers(config, "a prefix cache")
-    )
+    held = sum(tokens if spec.window is None else min(tokens, spec.window) for spec in specs)
     return 2 * held * batch_size * heads * head_dim * dtype.itemsize
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..attention import install
 from ..compat import decoder_config
 from ..exceptions import UnsupportedModelError
 from ..layers import DYNAMIC_KINDS
@@ -77,6 +78,8 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
 
     def defer(self, wanted: bool) -> None:
         """Begin or end what `attend_shared` does, where a ``with`` block does not fit."""
+        if wanted:
+            install()
         for layer in self.layers:
             if layer.is_sliceable:
                 layer.defers = wanted

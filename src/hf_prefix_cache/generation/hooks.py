@@ -40,7 +40,11 @@ _ROWS_CONTINUE = ("greedy_search", "sample", _ASSISTED)
 
 def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     with running_call() as call:
-        result = original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            if isinstance(call.cache, PrefixDynamicCache):
+                call.cache.defer(False)
     sequences = getattr(result, "sequences", result)
     if call.cache is not None and isinstance(sequences, torch.Tensor):
         with torch.no_grad():

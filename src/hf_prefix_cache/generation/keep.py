@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..compat import decoder_config
-from ..layers import AttentionState, KeyValues
+from ..layers import RecurrentState
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
 from .batch import PromptBatch
@@ -39,7 +39,10 @@ def keep_rows(
     held = min(cache.seq_length, call.kept_columns or cache.seq_length)
     # Views of the cache's own tensors: the store copies what it does not hold yet.
     layers = [layer.state().detach() for layer in cache.layers]
+    has_state = any(isinstance(layer, RecurrentState) for layer in layers)
     for index, padding in enumerate(batch.padding):
+        if padding and has_state:
+            continue  # padding went through the state, masked as the model masks it: nothing to build on
         tokens = _fed_tokens(sequences[index, :held].cpu(), padding, batch, call.end_ids)
         row = PrefixSnapshot(
             layers=tuple(layer.row(index, call.shared, call.shared + padding) for layer in layers),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
+from ..attention import is_worth_sharing
 from ..caches import PrefixDynamicCache
 from ..compat import original_max_positions
 from ..fingerprint import fingerprint_of
@@ -109,8 +110,12 @@ def _share_prefix(
     distinct = rows // call.copies
     rest = batch.tokens // call.copies - distinct * (call.shared + 1)
     fold = distinct > 1 and rest * (call.copies - 1) >= _WORTH_A_FORWARD
+    attends_shared = False
     if known is not None:
         cache.load(known, batch_size=distinct if fold else rows)
+        attends_shared = isinstance(cache, PrefixDynamicCache) and is_worth_sharing(model, rows, call.shared)
+    if attends_shared and isinstance(cache, PrefixDynamicCache):
+        cache.defer(True)
     if fold:
         one_each = {
             name: value[:: call.copies] if isinstance(value, torch.Tensor) else value
@@ -119,7 +124,7 @@ def _share_prefix(
         feed_columns(model, input_ids[:: call.copies, call.shared : -1], cache, one_each, chunk_size=chunk_size)
         cache.batch_repeat_interleave(call.copies)
         computed += rest
-    elif isinstance(cache, PrefixDynamicCache) and call.rows_continue:
+    elif isinstance(cache, PrefixDynamicCache) and call.rows_continue and not attends_shared:
         # Decoding would gather the shared prefix at every step. Beams keep it shared: they reorder rows at every step,
         # and what is shared needs no reordering.
         cache.unshare()

@@ -91,6 +91,11 @@ class RecurrentState:
             lambda tensor: tensor.index_select(0, rows.to(tensor.device)), lambda state: state.select(rows)
         )
 
+    def row(self, index: int, start: int, stop: int) -> "RecurrentState":
+        """Return row ``index``, whose tokens from ``start`` to ``stop`` (its padding) never entered the state."""
+        one = self._map(lambda tensor: tensor[index : index + 1], lambda state: state.row(index, start, stop))
+        return replace(one, length=self.length - (stop - start))
+
     def to(self, device: torch.device | str) -> "RecurrentState":
         """Return the state with its tensors on ``device``."""
         return self._map(lambda tensor: tensor.to(device), lambda state: state.to(device))

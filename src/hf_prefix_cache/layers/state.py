@@ -127,6 +127,18 @@ class AttentionState:
         """Return the state of ``rows``, an index tensor of shape ``[n]``."""
         return replace(self, segments=tuple(segment.select(rows) for segment in self.segments))
 
+    def row(self, index: int, start: int, stop: int) -> "AttentionState":
+        """Return row ``index`` without the tokens (its padding) from ``start`` to ``stop``; views."""
+        segments, position = [], self.first
+        for segment in self.segments:
+            row = segment if segment.rows == 1 else KeyValues(*(tensor[index : index + 1] for tensor in segment))
+            end = position + segment.tokens
+            for first, last in ((position, min(end, start)), (max(position, stop), end)):
+                if first < last:
+                    segments.append(row.slice(first - position, last - position))
+            position = end
+        return replace(self, segments=tuple(segments), length=self.length - (stop - start))
+
     def detach(self) -> "AttentionState":
         """Return the same storage without the autograd graph."""
         return replace(self, segments=tuple(segment.detach() for segment in self.segments))

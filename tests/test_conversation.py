@@ -1,0 +1,95 @@
+"""Branches: what is tried is exact, rolled back without a trace, and committed where asked."""
+
+import pytest
+import torch
+from recurrent_models import RECURRENT_MODELS
+from tiny_models import TINY_MODELS
+
+import hf_prefix_cache as hpc
+
+OPTIONS = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+MODELS = {**TINY_MODELS, **RECURRENT_MODELS}
+
+
+def uncached(model, ids):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+
+
+def longer(ids, tokens):
+    return torch.cat([ids, torch.randint(3, 99, (1, tokens))], dim=1)
+
+
+@pytest.fixture(params=["llama", "gemma3_text", "mamba", "jamba", "lfm2"])
+def wrapped(request):
+    return hpc.PrefixCachedModel(MODELS[request.param]())
+
+
+@pytest.fixture
+def prefix(wrapped):
+    return wrapped.prefill(torch.randint(3, 99, (1, 20)))
+
+
+def test_tries_marks_and_rollbacks_equal_uncached_calls(wrapped, prefix):
+    with wrapped.branch(prefix) as branch:
+        first = branch.generate(longer(prefix.input_ids, 4), **OPTIONS)
+        assert torch.equal(first, uncached(wrapped.model, first[:, :24]))
+        mark = branch.mark()
+        for _ in range(2):
+            prompt = longer(first, 3)
+            assert torch.equal(branch.generate(prompt, **OPTIONS), uncached(wrapped.model, prompt))
+            assert wrapped.report().reused_tokens == first.shape[1] - 1
+            branch.rollback(mark)
+            assert torch.equal(branch.input_ids, first)
+        branch.rollback()
+        assert torch.equal(branch.input_ids, prefix.input_ids)
+
+
+def test_nothing_reaches_the_store_before_commit_and_the_next_turn_continues_after_it(wrapped, prefix):
+    store = hpc.store_for(wrapped.model)
+    before = store.stats().insertions
+    with wrapped.branch(prefix) as branch:
+        answer = branch.generate(longer(prefix.input_ids, 4), **OPTIONS)
+        assert store.stats().insertions == before
+        committed = branch.commit()
+        branch.generate(longer(answer, 2), **OPTIONS)
+        branch.rollback()
+        assert torch.equal(branch.input_ids, answer)
+    assert torch.equal(committed.input_ids, answer[:, :-1])
+    turn = longer(answer, 3)
+    assert torch.equal(wrapped.generate(turn, **OPTIONS), uncached(wrapped.model, turn))
+    assert wrapped.report().stored_tokens == answer.shape[1] - 1
+
+
+def test_the_snapshot_is_unharmed(wrapped, prefix):
+    before = [tensor.clone() for tensor in prefix.tensors]
+    with wrapped.branch(prefix) as branch:
+        branch.generate(longer(prefix.input_ids, 4), **OPTIONS)
+    for tensor, kept in zip(prefix.tensors, before, strict=True):
+        assert torch.equal(tensor, kept)
+
+
+def test_a_prompt_that_rewrites_history_warns_and_is_exact(wrapped, prefix):
+    prompt = longer(prefix.input_ids, 4)
+    prompt[0, 10] = prompt[0, 10] % 90 + 4
+    with wrapped.branch(prefix) as branch, pytest.warns(UserWarning, match="10"):
+        assert torch.equal(branch.generate(prompt, **OPTIONS), uncached(wrapped.model, prompt))
+
+
+def test_what_a_branch_cannot_continue_is_refused():
+    wrapped = hpc.PrefixCachedModel(MODELS["llama"]())
+    prefix = wrapped.prefill([5, 6, 7])
+    with wrapped.branch(prefix) as branch:
+        with pytest.raises(hpc.InputMismatchError, match="2 rows"):
+            branch.generate([[5, 6, 7, 8], [5, 6, 7, 9]], **OPTIONS)
+        with pytest.raises(hpc.InputMismatchError, match="mark"):
+            branch.rollback(hpc.Mark(prefix.input_ids, prefix))
+    cache = prefix.to_cache()
+    with (
+        pytest.raises(hpc.SnapshotIncompleteError),
+        wrapped.branch(cache.snapshot(model=wrapped.model)),
+    ):
+        pass
+    with torch.no_grad():
+        wrapped.model.lm_head.weight.mul_(1.5)
+    with pytest.raises(hpc.FingerprintMismatchError), wrapped.branch(prefix):
+        pass

@@ -1,0 +1,153 @@
+"""Models with running states: every split, fork, restore and generate mode equals the uncached computation."""
+
+import pytest
+import torch
+from recurrent_models import RECURRENT_MODELS
+from transformers import DynamicCache
+
+import hf_prefix_cache as hpc
+from hf_prefix_cache.compat import CACHE_ARGUMENT, resumes_in_one_call
+
+TOKENS = 24
+OPTIONS = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module", params=RECURRENT_MODELS)
+def model(request):
+    return RECURRENT_MODELS[request.param]()
+
+
+@pytest.fixture(params=["prefix-dynamic", "prefix-static"])
+def strategy(request):
+    return request.param
+
+
+def new_cache(model, strategy):
+    if strategy == "prefix-static":
+        return hpc.PrefixStaticCache(config=model.config, max_cache_len=TOKENS + 8)
+    return hpc.PrefixDynamicCache(config=model.config)
+
+
+def run(model, ids, cache):
+    """Feed ``ids`` as the model takes them behind a prefix, and return their logits."""
+    # Mamba's own classes call the cache otherwise before 5.24.
+    name = "cache_params" if CACHE_ARGUMENT != "cache" and "mamba" in type(model).__name__.lower() else CACHE_ARGUMENT
+    is_empty = isinstance(cache, hpc.PrefixCache) and not cache.seq_length
+    if is_empty or resumes_in_one_call(model.config):
+        return model(ids, **{name: cache}).logits
+    return torch.cat([model(ids[:, i : i + 1], **{name: cache}).logits for i in range(ids.shape[1])], dim=1)
+
+
+def tolerance(model, ids, split, end, expected):
+    """1e-4, or twice what plain Transformers deviates at this split, whichever is larger."""
+    cache = DynamicCache(config=model.config)
+    name = "cache_params" if CACHE_ARGUMENT != "cache" and "mamba" in type(model).__name__.lower() else CACHE_ARGUMENT
+    model(ids[:, :split], **{name: cache})
+    own = (run(model, ids[:, split:end], cache) - expected).abs().max().item()
+    return max(1e-4, 2 * own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("suffix", [1, 2, 5])
+def test_restored_and_forked_states_continue_as_if_uncached(model, strategy, suffix):
+    ids = torch.randint(3, 99, (1, TOKENS))
+    uncached = model(ids, use_cache=False).logits
+    for split in range(1, TOKENS, 2):
+        end = min(TOKENS, split + suffix)
+        expected = uncached[:, split:end]
+        allowed = tolerance(model, ids, split, end, expected)
+        cache = new_cache(model, strategy)
+        run(model, ids[:, :split], cache)
+        assert cache.seq_length == split
+        snapshot = cache.snapshot()
+        batch = cache.fork(batch_size=3)
+        run(model, torch.randint(3, 99, (1, 3)), cache)
+        cache.restore(snapshot)
+        continued = [
+            (cache, 1),
+            (batch, 3),
+            (snapshot.to_cache("prefix-dynamic"), 1),
+            (snapshot.to_cache("prefix-static", max_cache_len=TOKENS), 1),
+        ]
+        for holder, rows in continued:
+            logits = run(model, ids[:, split:end].expand(rows, -1), holder)
+            torch.testing.assert_close(logits, expected.expand(rows, -1, -1), atol=allowed, rtol=0)
+            assert holder.seq_length == end
+
+
+@torch.no_grad()
+def test_crop_is_refused_and_changes_nothing(model, strategy):
+    ids = torch.randint(3, 99, (1, 9))
+    cache = new_cache(model, strategy)
+    run(model, ids[:, :6], cache)
+    with pytest.raises(hpc.NotCroppableError, match="restore a snapshot"):
+        cache.crop(-1)
+    with pytest.raises(hpc.NotCroppableError, match="running state"):
+        cache.snapshot().crop_to(5)
+    expected = model(ids[:, :7], use_cache=False).logits[:, -1]
+    torch.testing.assert_close(run(model, ids[:, 6:7], cache)[:, -1], expected, atol=2e-3, rtol=0)
+
+
+@torch.no_grad()
+def test_several_tokens_in_one_call_are_refused_where_the_model_would_be_wrong(model, strategy):
+    if resumes_in_one_call(model.config):
+        return
+    ids = torch.randint(3, 99, (1, 9))
+    cache = new_cache(model, strategy)
+    run(model, ids[:, :5], cache)
+    name = "cache_params" if CACHE_ARGUMENT != "cache" and "mamba" in type(model).__name__.lower() else CACHE_ARGUMENT
+    with pytest.raises(hpc.UnsupportedModelError, match="one token at a time"):
+        model(ids[:, 5:8], **{name: cache})
+    assert cache.seq_length == 5
+    expected = model(ids, use_cache=False).logits[:, 5:]
+    torch.testing.assert_close(run(model, ids[:, 5:], cache), expected, atol=2e-3, rtol=0)
+
+
+@torch.no_grad()
+def test_rows_are_reordered_repeated_and_selected_together(model, strategy):
+    ids = torch.randint(3, 99, (2, 8))
+    expected = model(ids, use_cache=False).logits[:, -1]
+    cache = (
+        hpc.PrefixStaticCache(config=model.config, max_cache_len=16, max_batch_size=4)
+        if strategy == "prefix-static"
+        else hpc.PrefixDynamicCache(config=model.config)
+    )
+    run(model, ids[:, :7], cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    logits = run(model, ids[[1, 0], 7:], cache)[:, -1]
+    torch.testing.assert_close(logits, expected[[1, 0]], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "sample", "beams", "returned"],
+)
+def test_generate_equals_the_uncached_call_and_reuses(model, strategy, extra):
+    hpc.store_for(model).clear()
+    options = {**OPTIONS, **extra}
+    first = torch.randint(3, 99, (1, 20))
+    answer = model.generate(first, cache_implementation=strategy, **OPTIONS)
+    turn = torch.cat([answer, torch.randint(3, 99, (1, 4))], dim=1)
+    for ids in (first, turn):
+        mask = torch.ones_like(ids)
+        torch.manual_seed(3)
+        expected = model.generate(ids, attention_mask=mask, **options)
+        torch.manual_seed(3)
+        assert torch.equal(
+            model.generate(ids, attention_mask=mask, cache_implementation=strategy, **options), expected
+        )
+    assert hpc.last_report(model).stored_tokens == answer.shape[1] - 1
+
+
+def test_padded_batches_are_computed_afresh_and_say_so(model, strategy):
+    ids = torch.randint(3, 99, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    assert torch.equal(model.generate(ids, attention_mask=mask, cache_implementation=strategy, **OPTIONS), expected)
+    report = hpc.last_report(model)
+    assert report.reused_tokens == 0
+    assert "padded" in report.reason
