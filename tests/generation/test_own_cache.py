@@ -277,7 +277,7 @@ def test_a_cache_of_other_rows_is_refused(strategy, tiny_model):
     model, prompts = tiny_model("llama"), tokens(3, 12)
     cache = filled(model, prompts[:2, :8], strategy)
     for rows in (1, 3):
-        with pytest.raises(hpc.BatchSizeError, match="max_batch_size=3|the batch has"):
+        with pytest.raises(hpc.BatchSizeError, match=r"max_batch_size=3|the batch has"):
             continued(model, prompts[:rows], cache)
     assert (cache.rows, cache.seq_length) == (2, 8)
     assert torch.equal(continued(model, prompts[:2], cache)[0], uncached(model, prompts[:2]))

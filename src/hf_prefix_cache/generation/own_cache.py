@@ -66,9 +66,9 @@ def continue_own_cache(
         )
     is_complete = not held or (covered == new and (embeds is not None or _begins_as(cache, input_ids, mask)))
     total = new if is_complete else held + new
-    reason = _why_anew(model, cache, total, is_complete=is_complete)
-    kept = 0 if reason else min(held, total - 1)
     to_generate = (generation_config.max_length or input_ids.shape[1]) - input_ids.shape[1] - 1
+    reason = _why_anew(model, cache, total, total + to_generate, is_complete=is_complete)
+    kept = 0 if reason else min(held, total - 1)
     for layer in cache.layers:
         layer.check_room(total + to_generate - held)
     full_mask = _full_mask(cache, mask, (rows, kept, covered, total), input_ids.device)
@@ -152,18 +152,29 @@ def _begins_as(cache: PrefixCache, input_ids: torch.Tensor, mask: torch.Tensor |
     )
 
 
-def _why_anew(model: PreTrainedModel, cache: PrefixCache, total: int, *, is_complete: bool) -> str:
-    """Return why what is cached must be computed again, or an empty string."""
-    limit = original_max_positions(model.config)
-    if limit is None or not cache.seq_length or max(cache.seq_length, total) <= limit:
+def _why_anew(model: PreTrainedModel, cache: PrefixCache, total: int, reached: int, *, is_complete: bool) -> str:
+    """Return why what is cached must be computed again, or an empty string.
+
+    Args:
+        model: The model.
+        cache: The cache.
+        total: Columns of the prompts, cached ones included.
+        reached: Columns that the call can come to.
+        is_complete: Whether complete prompts were passed.
+    """
+    limit, held = original_max_positions(model.config), cache.seq_length
+    if limit is None or not held or max(held, reached) <= limit:
         return ""
     if not is_complete:
         raise UnsupportedModelError(
-            f"with {cache.seq_length} cached tokens and {total - cache.seq_length} new ones, the rotary scaling of "
-            f"{type(model).__name__}, which changes at {limit} tokens, makes the cached ones wrong; pass the complete "
-            "prompt, which is then computed anew"
+            f"{held} cached and {total - held} new tokens can grow to {reached} in this call, but the rotary scaling "
+            f"of {type(model).__name__} changes at {limit}, where the cached ones become wrong; pass complete "
+            "prompts, which are then computed anew, or a smaller max_new_tokens"
         )
-    return f"the prompt or the cache is longer than {limit} tokens, where the model's rotary scaling changes"
+    # Some models compute all columns again once an answer crosses the limit: then padding must be where it was passed.
+    if max(held, total) <= limit and cache.padding_mask is None:
+        return ""
+    return f"rows can grow beyond {limit} tokens, where the model's rotary scaling changes"
 
 
 def _full_mask(
