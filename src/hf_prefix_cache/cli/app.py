@@ -7,6 +7,10 @@ from typing import Annotated
 import typer
 
 from .demo import demo
+from .eval import CONTEXT_SETTINGS as EVAL_CONTEXT
+from .eval import evaluate
+from .plan import plan
+from .score import score
 
 __all__ = ["app", "main"]
 
@@ -42,6 +46,9 @@ def _common(
 
 
 app.command()(demo)
+app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
+app.command()(plan)
+app.command()(score)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
-    if error.name != "lm_eval":
+    if (error.name or "").split(".")[0] != "lm_eval":
         raise
     raise MissingPackageError(
         "the model hf-prefix needs lm-evaluation-harness, which is not installed; run "
@@ -112,7 +112,7 @@ class PrefixHFLM(HFLM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score continuations; a pair whose texts merge into one token is split where `encode_pairs` says."""
-        if self._own_code or self.enable_thinking:  # HFLM refuses to score while thinking
+        if self._own_code or getattr(self, "enable_thinking", None):  # HFLM refuses to score while thinking
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return self._by_task(requests, partial(self._score_texts, disable_tqdm=disable_tqdm))
 
