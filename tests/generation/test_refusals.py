@@ -5,17 +5,16 @@ import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
+    Gemma3nTextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    Qwen3NextConfig,
     T5Config,
     XLNetConfig,
 )
 
 import hf_prefix_cache as hpc
 from generation.oracles import STRATEGIES, generated, tokens
-from tiny_models import COMMON, DECODER, build
+from tiny_models import DECODER, build
 
 
 def t5():
@@ -59,29 +58,18 @@ def test_models_with_a_prefill_or_cache_of_their_own_are_refused_by_name(kind):
     assert torch.equal(generated(model, tokens(1, 6)), plain)
 
 
-def mamba():
-    return build(MambaConfig(**COMMON, hidden_size=16, num_hidden_layers=1, state_size=4))
-
-
-def qwen3_next():
-    sizes = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    experts["shared_expert_intermediate_size"] = 8
-    types = ["linear_attention", "full_attention"]
-    return build(Qwen3NextConfig(**DECODER, **sizes, **experts, layer_types=types))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("make", [mamba, qwen3_next])
-def test_layers_that_no_store_holds_are_refused_by_their_kind(make, strategy):
-    model, prompt = make(), tokens(1, 6)
+def test_layers_that_no_cache_holds_are_refused_by_their_kind(strategy):
+    sharing = {
+        "num_kv_shared_layers": 1,
+        "layer_types": ["full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 2,
+    }
+    extra = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99, "laurel_rank": 4}
+    altup = {"altup_num_inputs": 2, "altup_active_idx": 0}
+    model, prompt = build(Gemma3nTextConfig(**DECODER, **sharing, **extra, **altup)), tokens(1, 6)
     plain = generated(model, prompt)
-    with pytest.raises(hpc.UnsupportedLayerError, match=r"layer 0 of .*Config is of the kind"):
+    with pytest.raises(hpc.UnsupportedLayerError, match=r"layer 1 of Gemma3nTextConfig is of the kind 'dummy'"):
         generated(model, prompt, cache_implementation=strategy)
     assert torch.equal(generated(model, prompt), plain)
 
