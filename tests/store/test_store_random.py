@@ -37,7 +37,7 @@ def test_without_pressure_a_match_is_the_longest_that_any_stored_prefix_allows(k
         namespace = rng.choice(list(stored))
         known = [snapshot.input_ids[0].tolist() for snapshot in stored[namespace]]
         tokens = random_prompt(rng, known)
-        if rng.random() < 0.1 and len(known) < 60:
+        if rng.random() < 0.1 and len(known) < 15:
             retained = rng.choice([None, 12])
             snapshot = make_snapshot(tokens, kinds, retained=retained, logits=rng.random() < 0.5)
             if tokens not in known:  # a prefix stored twice keeps the windows that it was stored with first

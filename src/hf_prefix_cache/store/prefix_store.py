@@ -68,15 +68,17 @@ class PrefixStore:
 
     def __len__(self) -> int:
         """Return the number of stored prefixes."""
-        return self._entries
+        with self._lock:
+            return self._entries
 
     def __repr__(self) -> str:
-        return f"PrefixStore({self._entries} prefixes, {self._bytes / 1e6:.1f} of {self.max_bytes / 1e6:.1f} MB)"
+        return f"PrefixStore({len(self)} prefixes, {self.nbytes / 1e6:.1f} of {self.max_bytes / 1e6:.1f} MB)"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held."""
-        return self._bytes
+        with self._lock:
+            return self._bytes
 
     def insert(self, snapshot: PrefixSnapshot, namespace: str = "") -> bool:
         """Keep ``snapshot``. Tokens that are held already are not stored again, the others are copied.

@@ -21,6 +21,14 @@ class StoreStats:
         entries: Stored prefixes whose end is still known.
         bytes: Bytes of the tensors held.
         max_bytes: The budget.
+
+    Example:
+        >>> import hf_prefix_cache as hpc
+        >>> store = hpc.PrefixStore(max_bytes=1_000_000)
+        >>> store.match([1, 2, 3], "fingerprint of a model") is None
+        True
+        >>> store.stats().misses
+        1
     """
 
     hits: int
