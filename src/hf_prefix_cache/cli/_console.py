@@ -48,7 +48,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     """
     columns = (
         SpinnerColumn(),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
