@@ -11,7 +11,7 @@ PREFIX_TOKEN = 1  # what the tiny models' configurations name as their beginning
 
 
 def plain_scores(model: PreTrainedModel, requests: list[Request]) -> list[tuple[list[float], bool]]:
-    """Score each request as an uncached row of its own: log-probabilities of its tokens, and whether all are greedy."""
+    """Score each request as an uncached row: log-probabilities of its tokens, and whether all are greedy."""
     scores = []
     for context, continuation in requests:
         if not context and continuation[:1] == [PREFIX_TOKEN]:

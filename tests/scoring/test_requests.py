@@ -62,7 +62,7 @@ def test_an_empty_context_becomes_the_prefix_token_unless_the_continuation_bring
 def test_the_vocabulary_is_checked_by_request() -> None:
     packed = pack_requests([([1], [2]), ([3, 10], [4])])
     check_vocabulary(packed, 11)
-    with pytest.raises(InvalidTokensError, match="request 1 holds the token id 10.*0 to 9"):
+    with pytest.raises(InvalidTokensError, match=r"request 1 holds the token id 10.*0 to 9"):
         check_vocabulary(packed, 10)
 
 

@@ -12,7 +12,7 @@ from scoring.models import NOT_PACKED, PACKED
 
 
 def harness_windows(tokens: list[int], prefix: int, limit: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield lm-evaluation-harness' windows (`get_rolling_token_windows`, `make_disjoint_window`, one token of context)."""
+    """Yield lm-evaluation-harness' windows (`get_rolling_token_windows`, then `make_disjoint_window`)."""
     if not tokens:
         return
     first = min(limit, len(tokens))

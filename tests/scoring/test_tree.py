@@ -63,7 +63,7 @@ def test_chunks_cover_the_tree_within_their_limits(requests: list, max_tokens: i
     tree = build_tree(packed, rows)
     probes = Probes.of(packed, rows, torch.float32)
     probed = np.unique(tree.nodes_at(probes.rows, probes.depths))
-    bounds = list(chunk_bounds(tree, probed, BatchLimits(max_tokens, max_probes)))
+    bounds = list(chunk_bounds(tree, probed, BatchLimits(max_tokens, max_probes, max_tokens)))
     assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds)][: len(bounds)]
     assert (bounds[-1][1] if bounds else 0) == len(tree)
     for start, stop in bounds:
@@ -75,7 +75,16 @@ def test_a_chunk_ends_where_the_next_one_needs_the_shortest_path() -> None:
     requests = [([token] * 13, [0]) for token in (1, 2, 3)]
     packed = pack_requests(requests)
     tree = build_tree(packed, sort_rows(packed))
-    assert list(chunk_bounds(tree, np.array([12, 25, 38]), BatchLimits(16, 99))) == [(0, 13), (13, 26), (26, 39)]
+    assert list(chunk_bounds(tree, np.array([12, 25, 38]), BatchLimits(16, 99, 16))) == [(0, 13), (13, 26), (26, 39)]
+
+
+def test_unrelated_rows_are_kept_apart_once_a_chunk_has_enough_tokens() -> None:
+    requests = [([token] * 10, [0]) for token in range(6)]
+    packed = pack_requests(requests)
+    tree = build_tree(packed, sort_rows(packed))
+    probed = np.arange(9, 60, 10)
+    assert list(chunk_bounds(tree, probed, BatchLimits(100, 99, 15))) == [(0, 20), (20, 40), (40, 60)]
+    assert list(chunk_bounds(tree, probed, BatchLimits(100, 99, 100))) == [(0, 60)]
 
 
 @quick

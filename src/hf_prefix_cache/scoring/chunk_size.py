@@ -7,9 +7,10 @@ from .model_access import free_bytes, innermost_model, input_device
 
 __all__ = ["BatchLimits", "default_limits"]
 
-# On a CPU 256 to 1024 tokens are equally fast; more only widens the masked part of attention. An accelerator needs
-# more tokens to be busy.
-_CPU_TOKENS, _ACCELERATOR_TOKENS = 512, 2048
+# On a CPU 256 to 512 tokens are about equally fast; more only widens the masked part of attention. An accelerator
+# needs more tokens to be busy.
+_CPU_TOKENS, _ACCELERATOR_TOKENS = 384, 2048
+_CPU_ENOUGH, _ACCELERATOR_ENOUGH = 128, 1024
 _SHARE = 0.1  # of the free memory, for the activations of one chunk and for its logits each
 _CPU_LOGITS, _ACCELERATOR_LOGITS = 2**28, 2**30  # bytes of logits at once at most
 
@@ -20,15 +21,20 @@ class BatchLimits(NamedTuple):
     Attributes:
         max_tokens: Tokens at most.
         max_probes: Tokens whose logits are kept at most, which bounds ``[probes, vocab]``.
+        enough_tokens: Tokens that keep the device busy. With so many a chunk ends where the next row has nothing in
+            common with it, since attention between unrelated rows is computed and then masked.
     """
 
     max_tokens: int
     max_probes: int
+    enough_tokens: int
 
 
 def default_limits(model: Any, max_tokens: int | None = None) -> BatchLimits:
     """Return limits that are large enough to be fast, and smaller where little memory is free."""
-    return BatchLimits(max_tokens or _batch_tokens(model), _probes(model))
+    max_tokens = max_tokens or _batch_tokens(model)
+    enough = _CPU_ENOUGH if input_device(model).type == "cpu" else _ACCELERATOR_ENOUGH
+    return BatchLimits(max_tokens, _probes(model), min(enough, max_tokens))
 
 
 def _batch_tokens(model: Any) -> int:

@@ -52,7 +52,7 @@ def loglikelihood(
         model: A causal language model of Transformers, also inside PEFT's or `torch.compile`'s wrapper.
         requests: Pairs ``(context_ids, continuation_ids)`` of lists, arrays or tensors of token ids. Text pairs are
             encoded by `encode_pairs`.
-        max_batch_tokens: Tokens computed at once at most. By default 512 on a CPU, 2048 on an accelerator, and less
+        max_batch_tokens: Tokens computed at once at most. By default 384 on a CPU, 2048 on an accelerator, and less
             where little memory is free.
         truncation: ``"error"``, or ``"left"`` to drop the first tokens of contexts that are too long, as
             lm-evaluation-harness does.
@@ -171,7 +171,7 @@ class _Call:
             self.probes.fill(chosen, probes)
 
     def _score_sample(self, requests: TokenRequests, rows: SortedRows, probes: Probes, max_tokens: int) -> None:
-        limits = BatchLimits(max_tokens, self.limits.max_probes)
+        limits = BatchLimits(max_tokens, self.limits.max_probes, max_tokens)
         self._score(self.route.name, requests, rows, probes, limits, lambda _: None)
 
     def _score(

@@ -1,6 +1,7 @@
 """The packed route: the token tree in depth-first order through the model, a chunk at a time, each token once."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,21 +25,26 @@ def chunk_bounds(tree: TokenTree, probed_nodes: np.ndarray, limits: BatchLimits)
     """Cut the depth-first order into chunks ``[start, stop)``.
 
     A chunk may begin anywhere, since the path above it is kept. It ends where the tree branches closest to the root,
-    within its last quarter: then the next chunk carries the shortest path.
+    within its last quarter: then the next chunk carries the shortest path. Where the tree starts anew at the root, it
+    ends as soon as it has enough tokens.
 
     Args:
         tree: The tree.
         probed_nodes: Nodes with at least one probe, ascending, ``[n]``.
-        limits: Tokens and probed tokens of a chunk at most.
+        limits: How large a chunk is.
     """
     start, size = 0, len(tree)
+    roots = np.append(np.flatnonzero(tree.depths == 0), size)
     while start < size:
         probes_before = int(np.searchsorted(probed_nodes, start))
         limit = min(start + limits.max_tokens, size)
         if probes_before + limits.max_probes < len(probed_nodes):
             limit = min(limit, int(probed_nodes[probes_before + limits.max_probes]))
         stop = limit
-        if limit < size:
+        anew = int(roots[min(np.searchsorted(roots, start + limits.enough_tokens), len(roots) - 1)])
+        if anew <= limit:
+            stop = anew
+        elif limit < size:
             earliest = limit - (limit - start) // 4
             candidates = np.arange(earliest, limit + 1)
             branches = candidates[tree.depths[candidates] != tree.depths[candidates - 1] + 1]
@@ -103,12 +109,13 @@ def _feed(
         for values in (tree.tokens[start:stop], keys, tree.depths[keys], tree.ends[keys])
     ]
     input_ids, key_nodes, key_depths, key_ends = on_device
-    if decoder_config(model.config).model_type in COUNTS_FROM_CACHE:
-        cache.place(key_depths[len(path) :])
     layout = TreeLayout(key_nodes[len(path) :], key_depths[len(path) :], key_nodes, key_depths, key_ends)
+    # The start of one row alone is what the model's own masks are made for, and faster with them.
+    is_plain_row = len(path) == 0 and int(tree.depths[stop - 1]) == stop - start - 1
+    cache.place(layout.query_depths if _counts_from_cache(model) and not is_plain_row else None)
     # Some heads cannot take zero rows, so a chunk without probes still has the logits of one token.
     kept = torch.as_tensor(probed if len(probed) else [0], device=device, dtype=torch.int64)
-    with tree_layout(layout):
+    with nullcontext() if is_plain_row else tree_layout(layout):
         outputs = model(
             input_ids=input_ids[None],
             position_ids=layout.query_depths[None],
@@ -118,6 +125,10 @@ def _feed(
             **cache_argument(cache),
         )
     return outputs.logits[0]
+
+
+def _counts_from_cache(model: Any) -> bool:
+    return decoder_config(model.config).model_type in COUNTS_FROM_CACHE
 
 
 def _advance(tree: TokenTree, cache: TreeCache, path: np.ndarray, start: int, stop: int) -> np.ndarray:

@@ -100,7 +100,7 @@ def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], long
             sample,
             rows,
             expected,
-            limits=BatchLimits(length, length),
+            limits=BatchLimits(length, length, length),
             on_tokens=lambda _: None,
         )
         lengths.append(length)

@@ -63,9 +63,9 @@ class TreeCache(DynamicCache):
             for spec in layer_specs(config)
         ]
 
-    def place(self, depths: torch.Tensor) -> None:
+    def place(self, depths: torch.Tensor | None) -> None:
         """Say at which ``depths``, ``[new]``, new tokens stand, to a model that counts from the cache's length."""
-        self._offsets = depths - torch.arange(len(depths), device=depths.device)
+        self._offsets = None if depths is None else depths - torch.arange(len(depths), device=depths.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the path's length, or after `place` what added to 0, 1, 2 ... gives the new tokens' depths."""
