@@ -4,14 +4,17 @@ from . import exceptions
 from .caches import (
     PrefixCache,
     PrefixDynamicCache,
+    PrefixQuantizedCache,
     PrefixStaticCache,
     PreparedInputs,
+    QuantizationReport,
     total_nbytes,
 )
 from .conversation import Branch, Mark
 from .exceptions import *  # noqa: F403 - every error is public, and listed in exceptions.__all__
 from .generation import register, unregister
 from .model import PrefixCachedModel
+from .quantization import QuantizationError
 from .report import GenerationReport, last_report
 from .scoring import (
     ContinuationScore,
@@ -38,10 +41,13 @@ __all__ = [
     "PrefixCachedModel",
     "PrefixDynamicCache",
     "PrefixNode",
+    "PrefixQuantizedCache",
     "PrefixSnapshot",
     "PrefixStaticCache",
     "PrefixStore",
     "PreparedInputs",
+    "QuantizationError",
+    "QuantizationReport",
     "ScoringReport",
     "SelfCheck",
     "SharingPlan",

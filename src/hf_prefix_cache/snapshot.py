@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,8 @@ from .exceptions import (
 )
 from .fingerprint import fingerprint_of
 from .layers import LayerState
+from .layers.quantized_state import quantization_error
+from .quantization import QuantizationError
 from .storage import storage_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ class PrefixSnapshot:
         next_logits: Logits after its last token, ``[batch, vocab]``, or None.
         fingerprint: Digest of the model that computed it, or None.
         padding_mask: Bool ``[batch, seq_length]``, False at padding; None where there is none.
-        is_lossy: Whether the strategy keeps less than the model computed.
+        is_lossy: Whether the strategy keeps less than the model computed; `error` says by how much.
+        options: Options of the cache that filled it, where only a cache of the same ones can continue it.
 
     Example:
         >>> import torch, hf_prefix_cache as hpc
@@ -72,6 +75,7 @@ class PrefixSnapshot:
     fingerprint: str | None = None
     padding_mask: torch.Tensor | None = None
     is_lossy: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -91,6 +95,11 @@ class PrefixSnapshot:
     def nbytes(self) -> int:
         """Bytes of tensor storage held, next logits included; storage held twice counts once."""
         return storage_bytes(self.tensors)
+
+    @property
+    def error(self) -> QuantizationError | None:
+        """Relative error of each layer's keys and values, as measured when they were quantized; None if exact."""
+        return quantization_error(self.layers) if self.is_lossy else None
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether `crop_to` works: a window that has moved on cannot go back by more than one token."""
@@ -143,7 +152,8 @@ class PrefixSnapshot:
             strategy: Strategy of the cache; by default the one that filled the prefix.
             batch_size: Rows of the cache; a prefix of one row is shared by all of them.
             allow_lossy: Continue a lossy prefix in another strategy all the same.
-            **options: Options of the cache class, such as ``max_cache_len`` of `PrefixStaticCache`.
+            **options: Options of the cache class, such as ``max_cache_len`` of `PrefixStaticCache`; by default those
+                that the prefix was quantized with.
 
         Raises:
             UnknownStrategyError: No cache of that name.
@@ -169,9 +179,11 @@ class PrefixSnapshot:
                 f"this prefix was filled by {self.strategy!r}, which is lossy; pass allow_lossy=True to continue it "
                 f"in {name!r}"
             )
+        if name == self.strategy:
+            options = {**self.options, **options}
         _check_options(name, options)
         cache = _caches[name](config=self.config, **options)
-        cache.load(self, batch_size=batch_size)
+        cache.load(self, batch_size=batch_size, allow_lossy=allow_lossy)
         return cache
 
     def verify(self, model: PreTrainedModel) -> None:

@@ -3,6 +3,15 @@
 from .base import PrefixCache, total_nbytes
 from .dynamic import PrefixDynamicCache
 from .padding import PreparedInputs
+from .quantized import PrefixQuantizedCache, QuantizationReport
 from .static import PrefixStaticCache
 
-__all__ = ["PrefixCache", "PrefixDynamicCache", "PrefixStaticCache", "PreparedInputs", "total_nbytes"]
+__all__ = [
+    "PrefixCache",
+    "PrefixDynamicCache",
+    "PrefixQuantizedCache",
+    "PrefixStaticCache",
+    "PreparedInputs",
+    "QuantizationReport",
+    "total_nbytes",
+]

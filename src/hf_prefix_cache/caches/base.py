@@ -13,11 +13,13 @@ from ..exceptions import (
     BatchSizeError,
     FingerprintMismatchError,
     InputMismatchError,
+    LossyPrefixError,
     NotCroppableError,
     UnsupportedLayerError,
     UnsupportedModelError,
 )
 from ..fingerprint import fingerprint_of, same_architecture
+from ..layers.portable import portable
 from ..snapshot import PrefixSnapshot
 from ..storage import storage_bytes
 from ..validation import check_token_ids, vocabulary_size
@@ -65,6 +67,7 @@ class PrefixCache(RunningStateCache):
     """
 
     strategy: str
+    is_lossy: bool = False  # whether less is held than the model computed
     _options: dict[str, Any]
     _known_ids: torch.Tensor | None = None
 
@@ -167,6 +170,7 @@ class PrefixCache(RunningStateCache):
             next_logits=next_logits,
             fingerprint=None if model is None else fingerprint_of(model),
             padding_mask=self.padding_mask,
+            is_lossy=self.is_lossy,
         )
 
     def restore(self, snapshot: PrefixSnapshot) -> None:
@@ -174,15 +178,22 @@ class PrefixCache(RunningStateCache):
 
         Raises:
             InputMismatchError: The snapshot belongs to another architecture.
+            LossyPrefixError: The snapshot is lossy and of another strategy.
             BatchSizeError, CacheCapacityError: The snapshot does not fit a static cache.
         """
         self.load(snapshot, batch_size=snapshot.batch_size)
 
-    def load(self, snapshot: PrefixSnapshot, *, batch_size: int) -> None:
+    def load(self, snapshot: PrefixSnapshot, *, batch_size: int, allow_lossy: bool = False) -> None:
         """Put this cache at ``snapshot`` with ``batch_size`` rows, in place.
+
+        Args:
+            snapshot: Where to start.
+            batch_size: Rows of this cache from now on.
+            allow_lossy: Load a lossy snapshot of another strategy all the same.
 
         Raises:
             InputMismatchError: The snapshot belongs to another architecture.
+            LossyPrefixError: The snapshot is lossy, of another strategy, and ``allow_lossy`` was not given.
             BatchSizeError, CacheCapacityError: It does not fit.
         """
         self._check_batch_size(batch_size, snapshot.batch_size)
@@ -191,10 +202,18 @@ class PrefixCache(RunningStateCache):
                 f"the snapshot was taken with a {type(snapshot.config).__name__} and this cache was made for a "
                 f"{type(self._config).__name__} with other settings; use a cache made for the snapshot's model"
             )
-        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+        is_foreign = snapshot.strategy != self.strategy
+        if snapshot.is_lossy and is_foreign and not allow_lossy:
+            raise LossyPrefixError(
+                f"the snapshot was filled by {snapshot.strategy!r}, which is lossy, and this is a {self.strategy!r} "
+                "cache; use snapshot.to_cache with allow_lossy=True to continue it all the same"
+            )
+        states = [portable(state) for state in snapshot.layers] if is_foreign else snapshot.layers
+        for layer, state in zip(self.layers, states, strict=True):
             layer.check_load(state, batch_size)
-        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+        for layer, state in zip(self.layers, states, strict=True):
             layer.load(state, batch_size)
+        self.is_lossy = type(self).is_lossy or snapshot.is_lossy
         mask = snapshot.padding_mask
         self._padding = None if mask is None else mask.expand(batch_size, -1)
         self._known_ids = snapshot.input_ids
@@ -220,6 +239,7 @@ class PrefixCache(RunningStateCache):
             layer.load(own.share(), wanted)
             if getattr(own, "record_past", False):
                 layer.activate_past_recording()
+        forked.is_lossy = self.is_lossy
         padding = self.padding_mask
         forked._padding = None if padding is None else padding.expand(wanted, -1)
         forked._known_ids = self.known_ids
@@ -330,6 +350,7 @@ class PrefixCache(RunningStateCache):
         """Forget everything."""
         super().reset()
         self._padding = self._known_ids = None
+        self.is_lossy = type(self).is_lossy
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

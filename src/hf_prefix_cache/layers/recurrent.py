@@ -13,6 +13,7 @@ from .state import AttentionState
 from .static import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
 
 __all__ = [
+    "HybridLayer",
     "LayerState",
     "PrefixHybridLayer",
     "PrefixHybridSlidingWindowLayer",
@@ -307,7 +308,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
                     held[index] = tensor.clone()
 
 
-class _HybridLayer(PrefixRecurrentLayer):
+class HybridLayer(PrefixRecurrentLayer):
     """A running state beside attention; every operation acts on both.
 
     A subclass names the attention's class behind this one, so that in the order of methods everything of the running
@@ -405,7 +406,7 @@ class _HybridLayer(PrefixRecurrentLayer):
         self._attention.unshare()
 
 
-class PrefixHybridLayer(_HybridLayer, PrefixDynamicLayer):
+class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):
     """A running state beside full attention that grows."""
 
     is_compileable = False
@@ -415,7 +416,7 @@ class PrefixHybridLayer(_HybridLayer, PrefixDynamicLayer):
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixHybridSlidingWindowLayer(_HybridLayer, PrefixDynamicSlidingWindowLayer):
+class PrefixHybridSlidingWindowLayer(HybridLayer, PrefixDynamicSlidingWindowLayer):
     """A running state beside attention with a sliding window."""
 
     is_compileable = False
@@ -426,7 +427,7 @@ class PrefixHybridSlidingWindowLayer(_HybridLayer, PrefixDynamicSlidingWindowLay
         self.window = sliding_window
 
 
-class PrefixStaticHybridLayer(_HybridLayer, PrefixStaticLayer):
+class PrefixStaticHybridLayer(HybridLayer, PrefixStaticLayer):
     """A running state beside full attention of fixed size."""
 
     def __init__(self, max_cache_len: int, number_of_states: int = 1) -> None:
@@ -434,7 +435,7 @@ class PrefixStaticHybridLayer(_HybridLayer, PrefixStaticLayer):
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixStaticHybridSlidingWindowLayer(_HybridLayer, PrefixStaticSlidingWindowLayer):
+class PrefixStaticHybridSlidingWindowLayer(HybridLayer, PrefixStaticSlidingWindowLayer):
     """A running state beside attention of fixed size with a sliding window."""
 
     def __init__(self, max_cache_len: int, sliding_window: int, number_of_states: int = 1) -> None:

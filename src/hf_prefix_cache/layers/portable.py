@@ -1,0 +1,20 @@
+"""What a layer of one strategy holds, as a layer of any other can hold it."""
+
+from dataclasses import replace
+
+from .quantized_state import QuantizedState
+from .recurrent import LayerState, RecurrentState
+from .state import AttentionState
+
+__all__ = ["portable"]
+
+
+def portable(state: LayerState) -> LayerState:
+    """Return ``state`` as exact tensors; itself where it is that already."""
+    if isinstance(state, RecurrentState):
+        return state if state.attention is None else replace(state, attention=_portable(state.attention))
+    return _portable(state)
+
+
+def _portable(state: AttentionState) -> AttentionState:
+    return state.exact() if isinstance(state, QuantizedState) else state

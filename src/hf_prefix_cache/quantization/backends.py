@@ -1,0 +1,48 @@
+"""Choosing a backend by name, and trying it out before a cache relies on it."""
+
+from collections.abc import Callable
+
+from ..exceptions import UnknownOptionError
+from . import bitsandbytes_backend
+from .quantizer import Quantizer, Scheme
+
+__all__ = ["BACKENDS", "make_scheme"]
+
+_Make = Callable[[int, str | None, int | None], tuple[Quantizer, Quantizer]]
+
+_MAKERS: dict[str, _Make] = {"bitsandbytes": bitsandbytes_backend.make_quantizers}
+
+BACKENDS = tuple(_MAKERS)
+"""Names of the backends."""
+
+# Backends of Transformers' QuantizedCache: who asks for them is told what to use instead.
+_ELSEWHERE = ("quanto", "hqq", "fp8")
+
+
+def make_scheme(
+    *,
+    backend: str,
+    nbits: int,
+    quant_type: str | None,
+    group_size: int | None,
+    residual_length: int,
+    exact_first: int,
+) -> Scheme:
+    """Return how a cache of these options quantizes, after a trial of its backend.
+
+    Raises:
+        UnknownOptionError: A backend or value that does not exist.
+        MissingPackageError: The backend's package is not installed, or not one that this version works with.
+    """
+    if backend in _ELSEWHERE:
+        raise UnknownOptionError(
+            f"backend is {backend!r}, which Transformers' QuantizedCache has but a prefix cache does not; use "
+            f"{', '.join(map(repr, BACKENDS))}"
+        )
+    if backend not in _MAKERS:
+        raise UnknownOptionError(f"backend is {backend!r}; the backends are {', '.join(map(repr, BACKENDS))}")
+    for name, value in (("residual_length", residual_length), ("exact_first", exact_first)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UnknownOptionError(f"{name} is {value!r}; it is a number of tokens, an integer of 0 or more")
+    keys, values = _MAKERS[backend](nbits, quant_type, group_size)
+    return Scheme(backend, keys, values, residual_length, exact_first)
