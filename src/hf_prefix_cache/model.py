@@ -139,7 +139,12 @@ class PrefixCachedModel:
         return snapshot
 
     def generate(
-        self, prompts: Any, *, prefix: PrefixSnapshot | PrefixCache | None = None, **generate_kwargs: Any
+        self,
+        prompts: Any,
+        *,
+        prefix: PrefixSnapshot | PrefixCache | None = None,
+        template_options: dict[str, Any] | None = None,
+        **generate_kwargs: Any,
     ) -> Any:
         """Generate from complete prompts; what they share with ``prefix`` or with earlier calls is not computed again.
 
@@ -148,6 +153,7 @@ class PrefixCachedModel:
                 prompt is it certain where tokens end.
             prefix: A snapshot, or a cache that knows its tokens (it is forked, not changed), of one row. The longest
                 token prefix that it has in common with the prompts is used; where they leave it, a warning says so.
+            template_options: Passed on to the chat template of messages, as to `prefill` (``{"tools": ...}``).
             **generate_kwargs: Passed on to ``model.generate``.
 
         Returns:
@@ -167,7 +173,7 @@ class PrefixCachedModel:
             >>> model.generate([[5, 6, 7], [5, 8]], max_new_tokens=2, do_sample=False).shape[0]
             2
         """
-        ids, mask = encode_prompts(prompts, model=self.model, tokenizer=self.tokenizer)
+        ids, mask = encode_prompts(prompts, model=self.model, tokenizer=self.tokenizer, **(template_options or {}))
         arguments = dict(generate_kwargs)
         if mask is not None and arguments.setdefault("attention_mask", mask) is not mask:
             raise InputMismatchError(
@@ -183,8 +189,13 @@ class PrefixCachedModel:
         if prefix is None:
             return generate(ids, **arguments)
         snapshot = self._known_prefix(prefix)
+        settings: Any = self.model.generation_config
         divergence = describe_divergence(
-            ids, arguments.get("attention_mask"), torch.as_tensor(snapshot.input_ids)[0], self.tokenizer
+            ids,
+            arguments.get("attention_mask"),
+            torch.as_tensor(snapshot.input_ids)[0],
+            pad_id=settings.pad_token_id,
+            tokenizer=self.tokenizer,
         )
         if divergence:
             warnings.warn(divergence, stacklevel=2)
@@ -238,6 +249,9 @@ class PrefixCachedModel:
         mask = torch.ones_like(ids, dtype=torch.bool)
         if attention_mask is not None:
             mask = check_mask(attention_mask, rows=rows, cached=0, new=new).to(ids.device)
+        if not bool(mask.any(1).all()):
+            empty = int((~mask.any(1)).nonzero()[0])
+            raise InputMismatchError(f"attention_mask leaves row {empty} without any token; leave that row out")
         strategy: str = "prefix-dynamic"
         options: dict[str, Any] = {}
         if self.strategy == "prefix-static":

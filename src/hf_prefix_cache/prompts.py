@@ -90,18 +90,27 @@ def encode_prefix(
 
 
 def describe_divergence(
-    input_ids: torch.Tensor, mask: torch.Tensor | None, prefix_ids: torch.Tensor, tokenizer: Any = None
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    prefix_ids: torch.Tensor,
+    tokenizer: Any = None,
+    *,
+    pad_id: int | None = None,
 ) -> str:
     """Return where the first prompt that leaves a prefix leaves it, in words; empty if all prompts agree with it.
 
     Args:
         input_ids: The prompts, ``[rows, columns]``.
-        mask: 1 at their tokens and 0 at padding, ``[rows, columns]``; None where there is none.
+        mask: 1 at their tokens and 0 at padding, ``[rows, columns]``; None where it is to be inferred.
         prefix_ids: The prefix, ``[tokens]``.
         tokenizer: Shows the two tokens as text.
+        pad_id: Without a mask, ids before a prompt that are padding.
     """
     for row, ids in enumerate(input_ids.cpu()):
-        tokens = ids if mask is None else ids[mask[row].bool().cpu()]
+        is_token = (ids != pad_id).long().cummax(0).values if mask is None and pad_id is not None else None
+        if mask is not None:
+            is_token = mask[row].cpu()
+        tokens = ids if is_token is None else ids[is_token.bool()]
         length = min(len(tokens), len(prefix_ids))
         different = (tokens[:length] != prefix_ids[:length].cpu()).nonzero()
         if not len(different):
@@ -125,6 +134,8 @@ def _encode(item: Any, tokenizer: PreTrainedTokenizerBase | None, template_optio
     if isinstance(item, torch.Tensor | np.ndarray):
         return [int(token) for token in item.reshape(-1)]
     if not isinstance(item, str) and not _is_messages(item):
+        if not isinstance(item, Sequence):
+            raise InputMismatchError(f"a prompt is {item!r}; pass text, token ids, or a list of chat messages")
         return list(item)
     if tokenizer is None:
         raise InputMismatchError(

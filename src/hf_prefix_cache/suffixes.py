@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .compat import cache_argument, forget_rotary_state, original_max_positions
-from .exceptions import InputMismatchError, SnapshotIncompleteError, UnsupportedModelError
+from .exceptions import SnapshotIncompleteError, UnsupportedModelError
 from .forward import takes_single_tokens
 from .snapshot import PrefixSnapshot
 
@@ -45,13 +45,12 @@ def forward_grouped(
     Args:
         model: The model.
         input_ids: Padded suffixes, ``[rows, tokens]``.
-        mask: True at tokens, bool ``[rows, tokens]``.
+        mask: True at tokens, of which every row has one, bool ``[rows, tokens]``.
         prefix: The prefix, of one row.
         **kwargs: Passed on to the model.
 
     Raises:
         UnsupportedModelError: A keyword asks for more than logits.
-        InputMismatchError: A row without any token.
         SnapshotIncompleteError: A row must be computed whole, and the prefix does not know its tokens.
     """
     refused = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
@@ -61,10 +60,6 @@ def forward_grouped(
             f"{', '.join(refused)}, or pass rows of equal length without padding, below any change of rotary scaling"
         )
     lengths = mask.sum(1)
-    if not bool(lengths.all()):
-        raise InputMismatchError(
-            f"attention_mask leaves row {int((lengths == 0).nonzero()[0])} without any token; leave that row out"
-        )
     if prefix.input_ids is None and crosses_regime(model, prefix, int(lengths.max())):
         raise SnapshotIncompleteError(
             f"the rotary scaling of {type(model).__name__} changes at {original_max_positions(model.config)} tokens, "
