@@ -5,13 +5,13 @@ from typing import Any
 
 from ..compat import LayerSpec
 from .dynamic import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
-from .recurrent import (
+from .hybrid import (
     PrefixHybridLayer,
     PrefixHybridSlidingWindowLayer,
-    PrefixRecurrentLayer,
     PrefixStaticHybridLayer,
     PrefixStaticHybridSlidingWindowLayer,
 )
+from .recurrent import PrefixRecurrentLayer
 from .static import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
 
 __all__ = ["DYNAMIC_KINDS", "STATIC_KINDS"]

@@ -6,13 +6,14 @@ from typing import Any
 from ..compat import LayerSpec
 from ..quantization import Scheme
 from .quantized import PrefixQuantizedLayer, PrefixQuantizedSlidingWindowLayer
-from .recurrent import HybridLayer, PrefixRecurrentLayer
+from .hybrid import HybridLayer
+from .recurrent import PrefixRecurrentLayer
 from .scratch import Scratch
 
 __all__ = ["QUANTIZED_KINDS"]
 
 
-class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):
+class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):  # type: ignore[misc, override]
     """A running state, which stays exact, beside full attention that is quantized."""
 
     is_compileable = False
@@ -22,7 +23,9 @@ class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixQuantizedHybridSlidingWindowLayer(HybridLayer, PrefixQuantizedSlidingWindowLayer):
+class PrefixQuantizedHybridSlidingWindowLayer(  # type: ignore[misc, override]
+    HybridLayer, PrefixQuantizedSlidingWindowLayer
+):
     """A running state, which stays exact, beside attention with a window that is quantized."""
 
     is_compileable = False
