@@ -4,6 +4,7 @@ from . import exceptions
 from .caches import (
     PrefixCache,
     PrefixDynamicCache,
+    PrefixOffloadedCache,
     PrefixQuantizedCache,
     PrefixStaticCache,
     PreparedInputs,
@@ -41,6 +42,7 @@ __all__ = [
     "PrefixCachedModel",
     "PrefixDynamicCache",
     "PrefixNode",
+    "PrefixOffloadedCache",
     "PrefixQuantizedCache",
     "PrefixSnapshot",
     "PrefixStaticCache",

@@ -2,6 +2,7 @@
 
 from .base import PrefixCache, total_nbytes
 from .dynamic import PrefixDynamicCache
+from .offloaded import PrefixOffloadedCache
 from .padding import PreparedInputs
 from .quantized import PrefixQuantizedCache, QuantizationReport
 from .static import PrefixStaticCache
@@ -9,6 +10,7 @@ from .static import PrefixStaticCache
 __all__ = [
     "PrefixCache",
     "PrefixDynamicCache",
+    "PrefixOffloadedCache",
     "PrefixQuantizedCache",
     "PrefixStaticCache",
     "PreparedInputs",

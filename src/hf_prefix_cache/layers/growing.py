@@ -71,7 +71,7 @@ class GrowingKeyValues:
         """Return a new object with copies of ``rows``."""
         held = self.view()
         index = rows.to(held.keys.device)
-        return GrowingKeyValues(held.keys.index_select(0, index), held.values.index_select(0, index))
+        return type(self)(held.keys.index_select(0, index), held.values.index_select(0, index))
 
     def _writable(self, added: int) -> bool:
         return (
@@ -87,12 +87,15 @@ class GrowingKeyValues:
         capacity = tokens + tokens // _SPARE
         buffers = []
         for tensor in held:
-            buffer = tensor.new_empty((*tensor.shape[:2], capacity, tensor.shape[-1]))
+            buffer = self._allocate(tensor, (*tensor.shape[:2], capacity, tensor.shape[-1]))
             buffer[..., : self.tokens, :] = tensor
             buffers.append(buffer)
         tokens = self.tokens
         self._keys, self._values = buffers
         self._start, self._stop, self._frozen = 0, tokens, 0
+
+    def _allocate(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return like.new_empty(shape)
 
     def _take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._keys, self._values = keys, values

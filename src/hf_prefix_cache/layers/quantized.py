@@ -46,6 +46,8 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
         quantize_own: Whether tokens that are added are quantized, and not only those that are loaded.
     """
 
+    _shared: Segments  # type: ignore[assignment]
+
     def __init__(self, scheme: Scheme, scratch: Scratch, *, quantize_own: bool = True) -> None:
         PrefixDynamicLayer.__init__(self)
         self.scheme, self.quantize_own = scheme, quantize_own

@@ -154,7 +154,8 @@ class FourBitByChannel(Quantizer):
         units = torch.ones(-(-out.numel() // _UNIT_BLOCK), device=out.device)
         decoded = _decode(codes, units, _UNIT_BLOCK, self.quant_type, out)
         scales, offsets = (part.to(out.dtype)[..., None, :] for part in (scales, offsets))
-        torch.addcmul(offsets, decoded, scales, out=out)
+        # Not addcmul: it fuses, in some lanes of a vector only, and the same code would decode to different bits.
+        torch.add(decoded.mul_(scales), offsets, out=out)
 
 
 def _scaled_blocks(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
