@@ -5,8 +5,8 @@ from typing import Any
 
 from ..compat import LayerSpec
 from ..quantization import Scheme
-from .quantized import PrefixQuantizedLayer, PrefixQuantizedSlidingWindowLayer
 from .hybrid import HybridLayer
+from .quantized import PrefixQuantizedLayer, PrefixQuantizedSlidingWindowLayer
 from .recurrent import PrefixRecurrentLayer
 from .scratch import Scratch
 
