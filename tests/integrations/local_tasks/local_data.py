@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def animals(**_):
-    docs = [json.loads(line) for line in (HERE / "animals.jsonl").read_text().splitlines()]
+    docs = _json_lines(HERE / "animals.jsonl")
     return {"test": Dataset.from_list(docs), "train": Dataset.from_list(docs[:3])}
 
 
@@ -20,19 +20,37 @@ def mmlu_anatomy(**_):
 
 
 def arc_easy(**_):
-    splits = {"test": "arc_easy_test.jsonl", "validation": "arc_easy_validation.jsonl"}
-    return {
-        split: Dataset.from_list([json.loads(line) for line in (_shared() / "arc" / name).read_text().splitlines()])
-        for split, name in splits.items()
-    }
+    # The two files come from different projects, which name the same things differently.
+    test = [
+        {"question": doc["query"].removeprefix("Question: "), "choices": doc["choices"], "answer": doc["gold"]}
+        for doc in _json_lines(_shared() / "arc" / "arc_easy_test.jsonl")
+    ]
+    validation = [
+        {
+            "question": doc["question"],
+            "choices": doc["choices"]["text"],
+            "answer": doc["choices"]["label"].index(doc["answerKey"]),
+        }
+        for doc in _json_lines(_shared() / "arc" / "arc_easy_validation.jsonl")
+    ]
+    return {"test": Dataset.from_list(test), "validation": Dataset.from_list(validation)}
 
 
 def _mmlu(split):
     with (_shared() / "mmlu" / split / f"anatomy_{split}.csv").open(newline="") as file:
-        rows = list(csv.reader(file))
-    return Dataset.from_list(
-        [{"question": row[0], "choices": row[1:5], "answer": "ABCD".index(row[5])} for row in rows]
-    )
+        docs = [
+            {
+                "question": row["question"],
+                "choices": [row[f"choice{number}"] for number in range(4)],
+                "answer": int(row["answer"]),
+            }
+            for row in csv.DictReader(file)
+        ]
+    return Dataset.from_list(docs)
+
+
+def _json_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _shared():
