@@ -107,7 +107,7 @@ class HybridLayer(PrefixRecurrentLayer):
         PrefixRecurrentLayer.reset(self)
         self._attention.reset()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``i`` what row ``beam_idx[i]`` was."""
         PrefixRecurrentLayer.reorder_cache(self, beam_idx)
         self._attention.reorder_cache(beam_idx)
@@ -117,7 +117,7 @@ class HybridLayer(PrefixRecurrentLayer):
         self._attention.unshare()
 
 
-class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):  # type: ignore[misc]
+class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):  # type: ignore[misc, override]
     """A running state beside full attention that grows."""
 
     is_compileable = False
@@ -127,7 +127,7 @@ class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):  # type: ignore[misc]
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixHybridSlidingWindowLayer(HybridLayer, PrefixDynamicSlidingWindowLayer):  # type: ignore[misc]
+class PrefixHybridSlidingWindowLayer(HybridLayer, PrefixDynamicSlidingWindowLayer):  # type: ignore[misc, override]
     """A running state beside attention with a sliding window."""
 
     is_compileable = False
@@ -138,7 +138,7 @@ class PrefixHybridSlidingWindowLayer(HybridLayer, PrefixDynamicSlidingWindowLaye
         self.window = sliding_window
 
 
-class PrefixStaticHybridLayer(HybridLayer, PrefixStaticLayer):  # type: ignore[misc]
+class PrefixStaticHybridLayer(HybridLayer, PrefixStaticLayer):  # type: ignore[misc, override]
     """A running state beside full attention of fixed size."""
 
     def __init__(self, max_cache_len: int, number_of_states: int = 1) -> None:
@@ -146,7 +146,7 @@ class PrefixStaticHybridLayer(HybridLayer, PrefixStaticLayer):  # type: ignore[m
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixStaticHybridSlidingWindowLayer(HybridLayer, PrefixStaticSlidingWindowLayer):  # type: ignore[misc]
+class PrefixStaticHybridSlidingWindowLayer(HybridLayer, PrefixStaticSlidingWindowLayer):  # type: ignore[misc, override]
     """A running state beside attention of fixed size with a sliding window."""
 
     def __init__(self, max_cache_len: int, sliding_window: int, number_of_states: int = 1) -> None:

@@ -117,6 +117,8 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
     window: int | None = None
     is_sliceable = False
     holds_keys = False
+    device: Any  # Transformers declares both as None
+    dtype: Any
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
@@ -134,7 +136,9 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
         """Take `begin_step` back: the forward was refused."""
         self._step_begun = False
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(  # type: ignore[override]
+        self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         """Add the inputs ``[rows, channels, tokens]`` of a convolution and return them behind those held."""
         self.check_rows(conv_states.shape[0])
         self._leave_inference_mode()
@@ -262,7 +266,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
             LinearAttentionLayer.reset(self)
         self._tokens, self._step_begun = 0, False
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``i`` what row ``beam_idx[i]`` was; in place where the number of rows stays."""
         for held in (self.conv_states, self.recurrent_states):
             for index, tensor in held.items():
