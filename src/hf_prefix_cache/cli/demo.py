@@ -27,15 +27,21 @@ def demo(
         typer.Option(help="A Hub id or a folder.", show_default=f"the packaged {PACKAGED}"),
     ] = None,
     strategy: Annotated[
-        list[Strategy] | None, typer.Option(help="Give it again for another one.", show_default="each of them")
+        list[Strategy] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"{' or '.join(choice.value for choice in Strategy)}; can be given several times.",
+            show_default="each of them",
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer at most.")] = 24,
     as_json: Annotated[bool, typer.Option("--json", help="Print machine-readable results only.")] = False,
 ) -> None:
-    """A real model answers five questions behind one long instruction, without and with reuse of the instruction.
+    """A real model answers questions behind one long instruction, without and with reuse.
 
-    Then the computed instruction is forked, continued in two ways, and one fork is cropped back. Every answer is
-    compared with uncached generation, token for token; the exit code is not 0 if one differs.
+    Then the computed instruction is forked, continued in two ways, and cropped back.
+
+    The exit code is not 0 if any token of any answer differs from uncached generation.
     """
     # Here, so that --help does not wait for PyTorch.
     from .demo_run import load, run_demo, step_count
