@@ -202,8 +202,8 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
         )
 
     def share(self) -> RecurrentState:
-        """Return a copy of what is held."""
-        return self.state()._map(torch.clone, AttentionState.compact)
+        """Return a copy of what is held; keys and values beside it are the hybrid's to share."""
+        return self.state()._map(torch.clone, lambda attention: attention)
 
     def load(self, state: RecurrentState, rows: int) -> None:
         """Copy ``state`` for a batch of ``rows``; in place, addresses kept, where shapes allow it."""
