@@ -194,6 +194,17 @@ def test_a_conversation_that_outgrows_the_budget_with_its_branches_still_fits():
     assert found_length(store, tokens) == 99
 
 
+def test_room_for_a_prefix_is_not_made_at_the_expense_of_what_it_shares():
+    store = PrefixStore(max_bytes=266 * FULL_TOKEN)
+    store.insert(make_snapshot(run_of(256)))
+    shared = [weakref.ref(tensor) for tensor in held_tensors(store)]
+    store.insert(make_snapshot(run_of(10, start=100)))
+    assert store.insert(make_snapshot(run_of(257)))
+    assert all(reference() is not None for reference in shared)
+    assert [found_length(store, run_of(257)), found_length(store, run_of(10, start=100))] == [257, 0]
+    store.sanity_check()
+
+
 @pytest.mark.parametrize("kinds", [FULL, SLIDING, RUNNING])
 def test_evicted_tensors_are_freed_at_once(kinds, without_collector):
     store = PrefixStore(max_bytes=10_000_000)
