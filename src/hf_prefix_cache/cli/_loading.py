@@ -7,7 +7,6 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
-from ..packaged_model import load_packaged_model
 from ._console import CommandError
 from .demo_run import load
 
@@ -44,7 +43,7 @@ def load_tokenizer(name: str | None) -> Any:
         CommandError: Transformers finds none of that name.
         MissingPackageError: The packaged model was asked for and is not installed.
     """
-    return load_packaged_model()[1] if name is None else _load("tokenizer", name, AutoTokenizer.from_pretrained)
+    return load(None)[1] if name is None else _load("tokenizer", name, AutoTokenizer.from_pretrained)
 
 
 def _load(what: str, name: str, loader: Callable[[str], T]) -> T:

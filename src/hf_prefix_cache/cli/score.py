@@ -80,15 +80,15 @@ def score(
         if not skip_bad:
             table.refuse_bad_lines(file, "; --skip-bad scores the others")
         identity = {"requests": digest_of(table.requests), "model": fingerprint_of(loaded)}
-        progress = ScoreProgress(output, identity)
-        try:
-            totals = score_portions(loaded, table.requests, progress, max_batch_tokens=batch_tokens)
-        except KeyboardInterrupt as error:
-            raise CommandError(_interrupted(progress, len(table.lines))) from error
+        with ScoreProgress(output, identity) as progress:
+            try:
+                totals = score_portions(loaded, table.requests, progress, max_batch_tokens=batch_tokens)
+            except KeyboardInterrupt as error:
+                raise CommandError(_interrupted(progress, len(table.lines))) from error
         rows = list(_rows(table, progress))
         if output is not None:
             _write(output, rows)
-        progress.remove()
+            progress.remove()
         summary = {"requests": len(table.lines), "bad_lines": len(table.bad), **asdict(totals)}
         if as_json:
             print_json(summary if output is not None else {**summary, "scores": rows})

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -19,8 +19,8 @@ __all__ = ["ScoreProgress", "digest_of", "partial_path"]
 class ScoreProgress:
     """Finished portions of a run.
 
-    The file's first line says what it belongs to. Every other line is one portion, written whole: a line that is cut
-    short by a crash counts as not there.
+    A context manager, which closes the file. Its first line says what it belongs to. Every other line is one portion,
+    written whole: a line that is cut short by a crash counts as not there.
 
     Args:
         output: The run's output, beside which the file lies; None to keep nothing on disk.
@@ -37,11 +37,12 @@ class ScoreProgress:
         self.path = partial_path(output) if output is not None else None
         self.scores: dict[int, ContinuationScore] = {}
         self._identity = identity
+        self._file: BinaryIO | None = None
         if self.path is None:
             return
         try:
             size = self._load() if self.path.exists() else 0
-            self._file = open(self.path, "r+b" if size else "wb")  # noqa: SIM115 - closed by `remove`
+            self._file = open(self.path, "r+b" if size else "wb")  # noqa: SIM115 - closed by `__exit__`
             self._file.truncate(size)
             self._file.seek(size)
             if not size:
@@ -52,19 +53,26 @@ class ScoreProgress:
     def add(self, indices: Sequence[int], scores: Sequence[ContinuationScore]) -> None:
         """Keep the scores of one portion; when this returns they survive a crash."""
         self.scores |= zip(indices, scores, strict=True)
-        if self.path is not None:
+        if self._file is not None:
             self._write([[index, *score] for index, score in zip(indices, scores, strict=True)])
 
     def remove(self) -> None:
         """Delete the file, once the output is complete."""
         if self.path is not None:
-            self._file.close()
             self.path.unlink()
 
+    def __enter__(self) -> "ScoreProgress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
     def _write(self, value: Any) -> None:
-        self._file.write(json.dumps(value).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        file = cast(BinaryIO, self._file)
+        file.write(json.dumps(value).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
     def _load(self) -> int:
         """Read what is complete and return its size in bytes."""

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
 
-from ..scoring import last_scoring_report, loglikelihood
+from ..scoring import ScoringReport, last_scoring_report, loglikelihood
 from ..scoring.model_access import length_limit
 from ..scoring.requests import TokenRequests, fit_to_length
 from ..scoring.tree import SortedRows, sort_rows
@@ -28,8 +28,8 @@ class ScoringTotals:
     """What a run asked for and computed.
 
     Attributes:
-        requested_tokens: Tokens of the requests it scored, as plain rows.
-        unique_tokens: Tokens of their prefix tree.
+        requested_tokens: Tokens of the requests that this run scored, as plain rows.
+        unique_tokens: Tokens of the prefix tree of all requests.
         computed_tokens: Tokens that were fed to the model.
         resumed_requests: Requests that an earlier run had scored already.
         route: How they were scored; empty if nothing was left.
@@ -89,32 +89,33 @@ def score_portions(
     """Score what ``progress`` does not hold yet, and add it there portion by portion."""
     begun = time.perf_counter()
     resumed = len(progress.scores)
-    left = np.asarray([index not in progress.scores for index in range(len(requests))], dtype=bool)
-    indices, requests = np.flatnonzero(left), requests.select(left)
     rows = sort_rows(requests)
-    unique, requested, computed, route = int((rows.lengths - rows.shared).sum()), 0, 0, ""
+    added = rows.lengths - rows.shared
     size = max(PORTION_TOKENS, _ROWS * int(rows.lengths.max(initial=0)))
-    with _token_bar(model, unique) as settle:
-        for start, stop in cut_portions(rows, size) if len(rows.lengths) else [(0, 0)]:
+    # Cut from all requests, finished or not, so that a resumed run computes what an uninterrupted one does.
+    portions = list(cut_portions(rows, size)) or [(0, 0)]
+    requested, computed, route = 0, 0, ""
+    with _token_bar(model, int(added.sum())) as settle:
+        for start, stop in portions:
             # Requests without a row have nothing to score; they come with the first portion.
-            first = start if start else -1
-            chosen = (rows.row_of_request >= first) & (rows.row_of_request < stop)
-            part = requests.select(chosen)
-            scores = loglikelihood(model, _pairs(part), max_batch_tokens=max_batch_tokens, progress=False)
-            progress.add(indices[chosen].tolist(), scores)
-            report = last_scoring_report(model)
-            if report is not None:
+            chosen = (rows.row_of_request >= (start or -1)) & (rows.row_of_request < max(stop, 1))
+            indices = np.flatnonzero(chosen).tolist()
+            if not all(index in progress.scores for index in indices):
+                pairs = _pairs(requests, indices)
+                scores = loglikelihood(model, pairs, max_batch_tokens=max_batch_tokens, progress=False)
+                progress.add(indices, scores)
+                report = cast(ScoringReport, last_scoring_report(model))
                 requested, computed = requested + report.requested_tokens, computed + report.computed_tokens
                 route = report.route
-            settle(int((rows.lengths - rows.shared)[:stop].sum()))
-    return ScoringTotals(requested, unique, computed, resumed, route, time.perf_counter() - begun)
+            settle(int(added[:stop].sum()))
+    return ScoringTotals(requested, int(added.sum()), computed, resumed, route, time.perf_counter() - begun)
 
 
-def _pairs(requests: TokenRequests) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for start, stop, context in zip(
-        requests.starts[:-1].tolist(), requests.starts[1:].tolist(), requests.context_lengths.tolist(), strict=True
-    ):
-        yield requests.tokens[start : start + context], requests.tokens[start + context : stop]
+def _pairs(requests: TokenRequests, indices: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for index in indices:
+        start, stop = int(requests.starts[index]), int(requests.starts[index + 1])
+        middle = start + int(requests.context_lengths[index])
+        yield requests.tokens[start:middle], requests.tokens[middle:stop]
 
 
 @contextmanager
