@@ -10,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..compat import original_max_positions
+from ..exceptions import CacheCapacityError
 from .chunk_size import BatchLimits, default_limits
 from .forked import score_forked
 from .model_access import evaluation_mode, input_device, length_limit, prefix_token, uncompiled_model
@@ -68,7 +69,8 @@ def loglikelihood(
     Raises:
         RequestError: If a request is malformed; the message names its index.
         InvalidTokensError: If an id is no integer or outside the model's vocabulary; the message names the index.
-        CacheCapacityError: If a request is longer than the model can read; the message names the index.
+        CacheCapacityError: If a request is longer than the model can read (the message names the index), or
+            ``max_batch_tokens`` is not at least 1.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,6 +84,10 @@ def loglikelihood(
         [1, 2]
     """
     begun = time.perf_counter()
+    if max_batch_tokens is not None and (not isinstance(max_batch_tokens, int) or max_batch_tokens < 1):
+        raise CacheCapacityError(
+            f"max_batch_tokens is {max_batch_tokens!r}; it is a number of tokens, at least 1 (None for the default)"
+        )
     target = uncompiled_model(model)
     packed_requests = pack_requests(requests, prefix_token_id=prefix_token(target.config))
     check_vocabulary(packed_requests, target.get_input_embeddings().weight.shape[0])

@@ -34,14 +34,15 @@ def chunk_bounds(tree: TokenTree, probed_nodes: np.ndarray, limits: BatchLimits)
         limits: How large a chunk is.
     """
     start, size = 0, len(tree)
-    roots = np.append(np.flatnonzero(tree.depths == 0), size)
+    roots = np.flatnonzero(tree.depths == 0)
     while start < size:
         probes_before = int(np.searchsorted(probed_nodes, start))
         limit = min(start + limits.max_tokens, size)
         if probes_before + limits.max_probes < len(probed_nodes):
             limit = min(limit, int(probed_nodes[probes_before + limits.max_probes]))
         stop = limit
-        anew = int(roots[min(np.searchsorted(roots, start + limits.enough_tokens), len(roots) - 1)])
+        next_roots = roots[np.searchsorted(roots, start + limits.enough_tokens) :]
+        anew = int(next_roots[0]) if len(next_roots) else size
         if anew <= limit:
             stop = anew
         elif limit < size:
@@ -51,8 +52,8 @@ def chunk_bounds(tree: TokenTree, probed_nodes: np.ndarray, limits: BatchLimits)
             if len(branches):
                 # The last of equals: the fullest chunk.
                 stop = int(branches[::-1][np.argmin(tree.depths[branches[::-1]])])
-        yield start, max(stop, start + 1)
-        start = max(stop, start + 1)
+        yield start, stop
+        start = stop
 
 
 def score_packed(

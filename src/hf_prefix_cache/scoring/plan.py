@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ..compat import decoder_config, layer_specs
+from ..compat import decoder_config
+from .model_access import key_value_width
 from .requests import TokenRequests, pack_requests
 from .tree import SortedRows, sort_rows
 
@@ -116,14 +117,9 @@ class SharingPlan:
             4096
         """
         config = model if isinstance(model, PreTrainedConfig) else model.config
-        decoder = decoder_config(config)
-        dtype = dtype or getattr(model, "dtype", None) or getattr(decoder, "dtype", None) or torch.float32
-        heads = getattr(decoder, "num_key_value_heads", None) or decoder.num_attention_heads
-        head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
-        layers = sum(spec.kind != "dummy" for spec in layer_specs(config))
-        itemsize = torch.empty(0, dtype=dtype).element_size()
+        dtype = dtype or getattr(model, "dtype", None) or getattr(decoder_config(config), "dtype", None)
         tokens = self.longest_row + min(chunk_tokens, self.unique_tokens)
-        return 2 * layers * heads * head_dim * itemsize * tokens
+        return key_value_width(config) * (dtype or torch.float32).itemsize * tokens
 
     def draw(self, *, max_nodes: int = 24, width: int = 100) -> str:
         """Return a drawing of the prefix tree for the terminal, with the heaviest stretches in it."""

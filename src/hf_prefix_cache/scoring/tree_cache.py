@@ -4,14 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..compat import layer_specs
 
 __all__ = ["PATH_LAYERS", "TreeCache", "TreeLayer"]
 
-PATH_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dummy"})
+# Layers that read another layer's keys. Before 5.24 a cache has no place for them, and such models are not packed.
+_DUMMY_LAYER = getattr(cache_utils, "DummyLayer", None)
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+PATH_LAYERS = _ATTENTION if _DUMMY_LAYER is None else _ATTENTION | {"dummy"}
 """Layer kinds whose whole state is the keys and values of single tokens, or that have none."""
 
 
@@ -57,8 +61,8 @@ class TreeCache(DynamicCache):
         self.layer_class_to_replicate = None
         self._offsets: torch.Tensor | None = None
         self.layers = [
-            DummyLayer()
-            if spec.kind == "dummy"
+            _DUMMY_LAYER()
+            if spec.kind == "dummy" and _DUMMY_LAYER is not None
             else TreeLayer(is_sliding=spec.kind in ("sliding_attention", "chunked_attention"))
             for spec in layer_specs(config)
         ]
