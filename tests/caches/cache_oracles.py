@@ -1,4 +1,4 @@
-"""What the tests of caches compare with: plain, uncached Transformers, and checksums of everything that must not change."""
+"""What the tests of caches compare with: plain, uncached Transformers, and copies of all that must not change."""
 
 import torch
 

@@ -18,8 +18,9 @@ from cache_oracles import (
     random_ids,
     uncached,
 )
-from tiny_models import TINY_MODELS
 from transformers import DynamicCache
+
+from tiny_models import TINY_MODELS
 
 MODES = {"gradients": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 SPLIT = 13  # beyond the windows of 8
@@ -147,7 +148,16 @@ def test_autograd_modes_may_change_at_every_step(model, strategy):
     text = random_ids(1, LENGTH)
     expected = uncached(model, text).detach()
     cache = new_cache(strategy, model)
-    modes = ("no_grad", "gradients", "no_grad", "inference_mode", "no_grad", "gradients", "inference_mode", "gradients")
+    modes = (
+        "no_grad",
+        "gradients",
+        "no_grad",
+        "inference_mode",
+        "no_grad",
+        "gradients",
+        "inference_mode",
+        "gradients",
+    )
     for step, mode in enumerate(modes):
         with MODES[mode]():
             logits = cached(model, text[:, 3 * step : 3 * step + 3], cache)

@@ -17,13 +17,13 @@ from cache_oracles import (
     random_ids,
     uncached,
 )
-from tiny_models import TINY_MODELS
 from transformers import AutoConfig, BartConfig, DynamicCache, StaticCache, T5Config
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.exceptions import UnsupportedLayerError, UnsupportedModelError
+from tiny_models import TINY_MODELS
 
 
 @pytest.fixture(autouse=True)

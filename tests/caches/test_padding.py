@@ -15,12 +15,12 @@ from cache_oracles import (
     options_of,
     random_ids,
 )
-from tiny_models import TINY_MODELS
 from transformers import MptConfig, RobertaConfig
 
 import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.exceptions import InputMismatchError, UnsupportedModelError
+from tiny_models import TINY_MODELS
 
 PAD = 0
 SIDES = ("left", "right")

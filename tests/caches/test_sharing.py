@@ -18,10 +18,10 @@ from cache_oracles import (
     random_ids,
     uncached,
 )
-from tiny_models import TINY_MODELS
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 import hf_prefix_cache as hpc
+from tiny_models import TINY_MODELS
 
 # Two layers of two heads of four numbers: 128 bytes a token.
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8, "head_dim": 4}
@@ -106,7 +106,7 @@ def test_an_unshared_cache_grows_in_place(config):
         feed(cache, 1)
         now = cache.tensors[0].data_ptr()
         moves, address = moves + (now != address), now
-    # 5 % of spare room: from 100 to 1,100 tokens take log(11) / log(1.05) = 49 moves, a window of 400 one in 20 tokens.
+    # 5 % of spare room: from 100 to 1,100 tokens take log(11) / log(1.05) = 49 moves, a window one in 20 tokens.
     assert moves <= 65
     held = min(1_100, getattr(config, "sliding_window", None) or 1_100)
     assert cache.nbytes <= 1.06 * held * TOKEN_BYTES
