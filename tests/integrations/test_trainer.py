@@ -141,7 +141,7 @@ def mixed_rows_without_first_label():
     return [row for row in mixed_rows() if row["labels"][0] == -100]
 
 
-def test_a_data_set_without_a_length_and_columns_of_other_names_are_taken(tiny_model, tmp_path):
+def test_streams_and_columns_of_other_names_are_taken(tiny_model, tmp_path):
     class Stream(IterableDataset):
         def __init__(self, rows):
             self.rows = rows
@@ -149,8 +149,13 @@ def test_a_data_set_without_a_length_and_columns_of_other_names_are_taken(tiny_m
         def __iter__(self):
             return iter(self.rows)
 
-    rows = Stream([{**row, "subject": "anatomy"} for row in mixed_rows()])
-    assert_equals_trainer(tiny_model("llama"), tmp_path, rows, per_device_eval_batch_size=4, max_steps=1)
+    class StreamWithLength(Stream):
+        def __len__(self):
+            return len(self.rows)
+
+    rows = [{**row, "subject": "anatomy"} for row in mixed_rows()]
+    for kind in (Stream, StreamWithLength):
+        assert_equals_trainer(tiny_model("llama"), tmp_path, kind(rows), per_device_eval_batch_size=4, max_steps=1)
 
 
 def test_a_map_style_data_set_is_read_by_its_length(tiny_model):

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ..exceptions import UnsupportedModelError
 from ..scoring import ContinuationScore, ScoringReport, last_scoring_report, loglikelihood
 from ..scoring.model_access import innermost_model, uncompiled_model
-from .labelled_rows import LabelledRow, labelled_batches
+from .labelled_rows import LabelledRow, labelled_rows
 
 __all__ = ["EvaluationLoss", "check_loss", "mean_loss", "prefix_evaluation_loss"]
 
@@ -90,8 +90,7 @@ def prefix_evaluation_loss(
         (8, 56, 14)
     """
     check_loss(model)
-    batches = labelled_batches(model, dataset, data_collator=data_collator, batch_size=per_device_eval_batch_size)
-    rows = [row for batch in batches for row in batch]
+    rows = labelled_rows(model, dataset, data_collator=data_collator, batch_size=per_device_eval_batch_size)
     scores = loglikelihood(
         model,
         [(row.context, row.continuation) for row in rows],
@@ -100,31 +99,36 @@ def prefix_evaluation_loss(
         progress=progress,
     )
     return EvaluationLoss(
-        loss=mean_loss(model, batches, scores),
+        loss=mean_loss(model, rows, scores, batch_size=per_device_eval_batch_size),
         tokens=sum(int(row.is_labelled.sum()) for row in rows),
         rows=len(rows),
         report=cast(ScoringReport, last_scoring_report(model)),
     )
 
 
-def mean_loss(model: Any, batches: Sequence[Sequence[LabelledRow]], scores: Sequence[ContinuationScore]) -> float:
+def mean_loss(
+    model: Any, rows: Sequence[LabelledRow], scores: Sequence[ContinuationScore], *, batch_size: int
+) -> float:
     """Average as `Trainer` does.
 
     Args:
         model: The model, which decides what `Trainer` divides by.
-        batches: Rows in batches.
-        scores: One score for each row, in their order.
+        rows: The rows of a data set, in its order.
+        scores: One score for each of them.
+        batch_size: Rows of a batch.
     """
     counts_first = _counts_first_labels(innermost_model(uncompiled_model(model)))
-    losses, weights, following = [], [], iter(scores)
-    for batch in batches:
-        total, count = 0.0, 0
-        for row in batch:
-            logprobs = np.asarray(next(following).token_logprobs)
-            total -= float(logprobs[row.is_labelled].sum())
-            count += int(row.is_labelled.sum()) + int(counts_first and row.first_is_labelled)
-        losses.append(total / count if count else math.nan)
-        weights.append(len(batch))
+    totals = [
+        -float(np.asarray(score.token_logprobs)[row.is_labelled].sum())
+        for row, score in zip(rows, scores, strict=True)
+    ]
+    counts = [int(row.is_labelled.sum()) + int(counts_first and row.first_is_labelled) for row in rows]
+    losses, weights = [], []
+    for start in range(0, len(rows), batch_size):
+        batch = slice(start, start + batch_size)
+        count = sum(counts[batch])
+        losses.append(sum(totals[batch]) / count if count else math.nan)
+        weights.append(len(counts[batch]))
     finite = np.isfinite(losses)
     kept = finite if finite.any() else ~finite
     return float(np.average(np.asarray(losses)[kept], weights=np.asarray(weights)[kept]))

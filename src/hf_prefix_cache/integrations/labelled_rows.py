@@ -1,4 +1,4 @@
-"""An ordinary labelled data set as scoring requests: batches as `transformers.Trainer` forms them, without padding."""
+"""The rows of an ordinary labelled data set, collated as `transformers.Trainer` does and without their padding."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from ..compat import decoder_config
 from ..exceptions import InputMismatchError
 from ..scoring.model_access import innermost_model, uncompiled_model
 
-__all__ = ["IGNORED", "LabelledRow", "labelled_batches"]
+__all__ = ["IGNORED", "LabelledRow", "labelled_rows"]
 
 IGNORED = -100
 """The label of tokens that do not count, as in Transformers' losses."""
@@ -36,16 +37,16 @@ class LabelledRow(NamedTuple):
     first_is_labelled: bool
 
 
-def labelled_batches(
+def labelled_rows(
     model: Any, dataset: Any, *, data_collator: Callable[[list[Any]], Any] | None, batch_size: int
-) -> list[list[LabelledRow]]:
-    """Read a data set in its order, in batches, without the columns that the model's forward does not take.
+) -> list[LabelledRow]:
+    """Read a data set in its order, without the columns that the model's forward does not take.
 
     Args:
         model: The model that the rows are for; nothing is computed.
         dataset: Rows with ``input_ids`` and ``labels``, or whatever ``data_collator`` makes them of.
         data_collator: Makes one padded batch of a list of rows; None to take the rows as they are.
-        batch_size: Rows of a batch.
+        batch_size: Rows that it is given at once.
 
     Raises:
         InputMismatchError: If the data set is empty, or a row cannot be scored as `transformers.Trainer` would; the
@@ -56,22 +57,22 @@ def labelled_batches(
     forward = innermost_model(uncompiled_model(model)).forward
     columns = {*inspect.signature(forward).parameters, "labels", "label", "label_ids"}
     # Rotary positions only count differences, so that padding before a row changes nothing.
-    shifts = bool(getattr(decoder_config(model.config), "rope_parameters", None))
-    batches: list[list[LabelledRow]] = []
-    rows, done = _rows_of(dataset), 0
-    while features := list(islice(rows, batch_size)):
-        kept = [_without_others(feature, columns, done + place) for place, feature in enumerate(features)]
-        collated = kept if data_collator is None else _split(data_collator(kept), len(kept), done)
-        batches.append([_labelled_row(row, done + place, shifts) for place, row in enumerate(collated)])
-        done += len(features)
-    if not batches:
+    may_shift = bool(getattr(decoder_config(model.config), "rope_parameters", None))
+    rows: list[LabelledRow] = []
+    unread = _rows_of(dataset)
+    while features := list(islice(unread, batch_size)):
+        kept = [_without_others(feature, columns, len(rows) + place) for place, feature in enumerate(features)]
+        collated = kept if data_collator is None else _split(data_collator(kept), len(kept), len(rows))
+        for row in collated:
+            rows.append(_labelled_row(row, len(rows), may_shift))
+    if not rows:
         raise InputMismatchError("the data set has no rows; a loss needs at least one")
-    return batches
+    return rows
 
 
 def _rows_of(dataset: Any) -> Iterator[Any]:
     # A map-style data set of torch need not raise the IndexError by which Python's own iteration would end.
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         return (dataset[index] for index in range(len(dataset)))
     return iter(dataset)
 
@@ -95,7 +96,7 @@ def _split(batch: Any, rows: int, first: int) -> list[dict[str, Any]]:
     return [{name: values[place] for name, values in batch.items()} for place in range(rows)]
 
 
-def _labelled_row(row: Mapping[str, Any], index: int, shifts: bool) -> LabelledRow:
+def _labelled_row(row: Mapping[str, Any], index: int, may_shift: bool) -> LabelledRow:
     others = sorted(set(row) - _KNOWN)
     if others:
         raise InputMismatchError(
@@ -114,7 +115,7 @@ def _labelled_row(row: Mapping[str, Any], index: int, shifts: bool) -> LabelledR
         if len(values) != len(ids):
             raise InputMismatchError(f"row {index} has {len(ids)} input_ids but {len(values)} {name}")
     labels = parts["labels"]
-    start, stop = _unpadded(parts, index, shifts)
+    start, stop = _unpadded(parts, index, may_shift)
     ids, labels = ids[start:stop], labels[start:stop]
     wrong = np.flatnonzero((labels != ids) & (labels != IGNORED))
     if len(wrong):
@@ -134,7 +135,7 @@ def _labelled_row(row: Mapping[str, Any], index: int, shifts: bool) -> LabelledR
     return LabelledRow(ids[:begin], ids[begin:end], counted[begin:end], first_is_labelled)
 
 
-def _unpadded(parts: Mapping[str, np.ndarray], index: int, shifts: bool) -> tuple[int, int]:
+def _unpadded(parts: Mapping[str, np.ndarray], index: int, may_shift: bool) -> tuple[int, int]:
     """Return where the tokens that are no padding begin and end."""
     labels, positions = parts["labels"], parts.get("position_ids")
     mask = parts.get("attention_mask", np.ones(len(labels), dtype=np.int64)) != 0
@@ -154,7 +155,7 @@ def _unpadded(parts: Mapping[str, np.ndarray], index: int, shifts: bool) -> tupl
             f"row {index} is padded on the left and its first token has a label, which would be predicted from "
             f"padding; make that label {IGNORED} or pad on the right"
         )
-    if start and positions is None and not shifts:
+    if start and positions is None and not may_shift:
         raise InputMismatchError(
             f"row {index} is padded on the left, by which this model gives its tokens other positions; pad on the "
             "right, or add position_ids that count from 0"

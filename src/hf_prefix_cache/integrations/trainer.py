@@ -14,7 +14,7 @@ from ..exceptions import RequestError
 from ..scoring import ContinuationScore, ScoringReport, last_scoring_report, loglikelihood
 from ..scoring.model_access import input_device
 from .evaluation_loss import EvaluationLoss, check_loss, mean_loss, prefix_evaluation_loss
-from .labelled_rows import LabelledRow, labelled_batches
+from .labelled_rows import LabelledRow, labelled_rows
 
 __all__ = ["EvaluationLoss", "PrefixEvalCallback", "Question", "prefix_evaluation_loss"]
 
@@ -110,7 +110,7 @@ class PrefixEvalCallback(TrainerCallback):
         self._self_check = self_check
         self._prefix = prefix
         self._trainer = weakref.ref(trainer) if trainer is not None else lambda: None
-        self._batches: list[list[LabelledRow]] | None = None
+        self._rows: list[LabelledRow] | None = None
         self._training = False
         self._step = -1
         self._found: dict[str, float] = {}
@@ -137,7 +137,7 @@ class PrefixEvalCallback(TrainerCallback):
         if not self._training or self._step != state.global_step:
             self._read(args, kwargs["model"])
             with _precision(args, kwargs["model"]):
-                self._found = self._score(kwargs["model"])
+                self._found = self._score(args, kwargs["model"])
             self._step = state.global_step
         kwargs["metrics"].update(self._found)
         trainer = self._trainer()
@@ -147,19 +147,18 @@ class PrefixEvalCallback(TrainerCallback):
             state.log_history.append({**self._found, "epoch": state.epoch, "step": state.global_step})
 
     def _read(self, args: TrainingArguments, model: Any) -> None:
-        if self._batches is None and self._dataset is not None:
+        if self._rows is None and self._dataset is not None:
             check_loss(model)
-            self._batches = labelled_batches(
+            self._rows = labelled_rows(
                 model, self._dataset, data_collator=self._data_collator, batch_size=args.eval_batch_size
             )
 
-    def _score(self, model: Any) -> dict[str, float]:
+    def _score(self, args: TrainingArguments, model: Any) -> dict[str, float]:
         begun = time.perf_counter()
-        batches = self._batches or []
-        rows = [(row.context, row.continuation) for batch in batches for row in batch]
+        rows = self._rows or []
         found = loglikelihood(
             model,
-            [*self._requests, *rows],
+            [*self._requests, *((row.context, row.continuation) for row in rows)],
             max_batch_tokens=self._max_batch_tokens,
             self_check=self._self_check,
             progress=False,
@@ -167,8 +166,9 @@ class PrefixEvalCallback(TrainerCallback):
         report = cast(ScoringReport, last_scoring_report(model))
         self.scores = found[: len(self._requests)]
         results: dict[str, float] = {}
-        if batches:
-            results["loss"] = mean_loss(model, batches, found[len(self._requests) :])
+        if rows:
+            of_rows = found[len(self._requests) :]
+            results["loss"] = mean_loss(model, rows, of_rows, batch_size=args.eval_batch_size)
         if self.scores:
             results["logprob"] = float(np.mean([score.logprob for score in self.scores]))
         if self._questions:
