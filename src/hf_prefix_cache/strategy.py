@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from .caches.base import attention_layers
-from .compat import decoder_config
-from .exceptions import CacheCapacityError
+from .compat import decoder_config, layer_specs
+from .exceptions import CacheCapacityError, InputMismatchError
 from .layers import DYNAMIC_KINDS
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["StrategyChoice", "cache_bytes", "choose_strategy"]
 
 _STATE_ONLY = ("conv", "linear_attention")
+_ATTENTION_ONLY = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def choose_strategy(model: PreTrainedModel, *, tokens: int | None = None, batch_
     Raises:
         UnsupportedLayerError: The model has layers that no strategy holds exactly.
         CacheCapacityError: No strategy fits the free memory.
+        InputMismatchError: Fewer than one token or row.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,39 +92,35 @@ def choose_strategy(model: PreTrainedModel, *, tokens: int | None = None, batch_
         >>> choose_strategy(model).strategy
         'prefix-dynamic'
     """
-    device = model.device
+    if batch_size < 1 or (tokens is not None and tokens < 1):
+        raise InputMismatchError(
+            f"tokens is {tokens} and batch_size {batch_size}; both are 1 or more, or tokens is left out"
+        )
     limit = getattr(decoder_config(model.config), "max_position_embeddings", None)
     length = tokens or limit or 4096
     needed = cache_bytes(model.config, tokens=length, batch_size=batch_size, dtype=model.dtype)
-    free = free_bytes(device)
-    size = f"{batch_size} x {length} tokens take {needed / 1e6:.1f} MB, {free / 1e6:.0f} MB are free on {device}"
-    spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    free = free_bytes(model.device)
+    size = f"{batch_size} x {length} tokens take {needed / 1e6:.1f} MB, {free / 1e6:.0f} MB are free on {model.device}"
     if tokens is not None and needed > free:
         raise CacheCapacityError(f"{size}: no strategy of this release fits; pass fewer rows or tokens")
-    if device.type == "cpu":
-        return StrategyChoice(
-            "prefix-dynamic",
-            needed,
-            free,
-            (size, "Transformers does not compile on the CPU, so static shapes gain nothing"),
-        )
-    if spread:
-        return StrategyChoice(
-            "prefix-dynamic",
-            needed,
-            free,
-            (size, "the model is spread over devices, where static shapes do not compile"),
-        )
+    reason = _why_dynamic(model, tokens)
+    if reason:
+        return StrategyChoice("prefix-dynamic", needed, free, (size, reason))
+    compiles = f"decoding compiles for static shapes on {model.device.type}"
+    return StrategyChoice("prefix-static", needed, free, (size, compiles))
+
+
+def _why_dynamic(model: PreTrainedModel, tokens: int | None) -> str:
+    """Return why static shapes gain nothing, or an empty string."""
+    if model.device.type == "cpu":
+        return "Transformers does not compile on the CPU, so static shapes gain nothing"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "the model is spread over devices, where static shapes do not compile"
+    if any(spec.kind not in _ATTENTION_ONLY for spec in layer_specs(model.config)):
+        return "the model has running states, which have no static shapes to gain from"
     if tokens is None:
-        return StrategyChoice(
-            "prefix-dynamic",
-            needed,
-            free,
-            (size, "no length was given, so buffers of a fixed size would be guesswork"),
-        )
-    return StrategyChoice(
-        "prefix-static", needed, free, (size, f"decoding compiles for static shapes on {device.type}")
-    )
+        return "no length was given, so buffers of a fixed size would be guesswork"
+    return ""
 
 
 def free_bytes(device: torch.device) -> int:
