@@ -15,16 +15,14 @@ from tiny_models import WINDOW
 REQUESTS = [([5, 9, 12, 7, 30, 41, 5, 9, 2, 77, 15, 3, 8, token], [22, 23, token]) for token in range(20, 26)]
 
 
-class BrokenLayout(TreeLayout):
-    """A layout in which tokens see their ancestors and their neighbours' descendants."""
-
-    def __new__(cls, query_nodes, query_depths, key_nodes, key_depths, key_ends) -> "BrokenLayout":
-        return super().__new__(cls, query_nodes, query_depths, key_nodes, key_depths, key_ends + 1000)
+def broken_layout(query_nodes, query_depths, key_nodes, key_depths, key_ends, blocks) -> TreeLayout:
+    """Make a layout in which tokens see all that stands before them."""
+    return TreeLayout(query_nodes, query_depths, key_nodes, key_depths, key_ends + 1000, blocks)
 
 
 def test_wrong_packing_is_found_warned_of_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = PACKED["llama"]()
-    monkeypatch.setattr("hf_prefix_cache.scoring.packed.TreeLayout", BrokenLayout)
+    monkeypatch.setattr("hf_prefix_cache.scoring.packed.TreeLayout", broken_layout)
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM is scored row by row.*packed scores did not match"):
         scores = loglikelihood(model, REQUESTS, progress=False)
     assert_scores_match(scores, plain_scores(model, REQUESTS))
@@ -37,7 +35,7 @@ def test_wrong_packing_is_found_warned_of_and_replaced(monkeypatch: pytest.Monke
 
 def test_the_check_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     model = PACKED["llama"]()
-    monkeypatch.setattr("hf_prefix_cache.scoring.packed.TreeLayout", BrokenLayout)
+    monkeypatch.setattr("hf_prefix_cache.scoring.packed.TreeLayout", broken_layout)
     scores = loglikelihood(model, REQUESTS, progress=False, self_check=False)
     assert last_scoring_report(model).self_check.outcome == "off"
     with pytest.raises(AssertionError):

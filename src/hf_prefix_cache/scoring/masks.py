@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..exceptions import UnsupportedModelError
+from .blocks import AttentionBlock, attend_in_blocks
 
 __all__ = ["MASKED_IMPLEMENTATIONS", "TreeLayout", "packed_attention", "tree_layout"]
 
@@ -29,7 +32,8 @@ _users: dict[str, int] = {}
 _layout: ContextVar["TreeLayout | None"] = ContextVar("hf_prefix_cache_tree_layout", default=None)
 
 
-class TreeLayout(NamedTuple):
+@dataclass(frozen=True)
+class TreeLayout:
     """Where the tokens of one packed forward stand in the tree; all int64 on the model's device.
 
     Attributes:
@@ -38,6 +42,8 @@ class TreeLayout(NamedTuple):
         key_nodes: Nodes of the cached path and of the new tokens, ``[cached + new]``.
         key_depths: Their depths, ``[cached + new]``.
         key_ends: One past the last descendant of each, ``[cached + new]``.
+        blocks: How attention is cut where what is masked costs time; none to attend to everything at once.
+        prepared: Masks of the blocks, kept from layer to layer.
     """
 
     query_nodes: torch.Tensor
@@ -45,15 +51,19 @@ class TreeLayout(NamedTuple):
     key_nodes: torch.Tensor
     key_depths: torch.Tensor
     key_ends: torch.Tensor
+    blocks: tuple[AttentionBlock, ...] = ()
+    prepared: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 @contextmanager
 def packed_attention(implementation: str) -> Iterator[None]:
-    """Make the mask interface of ``implementation`` heed `tree_layout` for as long as the context lasts."""
+    """Make masks and attention of ``implementation`` heed `tree_layout` for as long as the context lasts."""
     with _lock:
         if not _users.get(implementation):
-            # The instance's own entry shadows the registered one, which stays as it is.
+            # The instances' own entries shadow the registered ones, which stay as they are.
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = _tree_aware(ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+            if implementation == "sdpa":
+                ALL_ATTENTION_FUNCTIONS["sdpa"] = _block_aware(ALL_ATTENTION_FUNCTIONS["sdpa"])
         _users[implementation] = _users.get(implementation, 0) + 1
     try:
         yield
@@ -62,6 +72,8 @@ def packed_attention(implementation: str) -> Iterator[None]:
             _users[implementation] -= 1
             if not _users[implementation]:
                 del ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+                if implementation == "sdpa":
+                    del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 @contextmanager
@@ -72,6 +84,16 @@ def tree_layout(layout: TreeLayout) -> Iterator[None]:
         yield
     finally:
         _layout.reset(token)
+
+
+def _block_aware(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        layout = _layout.get()
+        if layout is None or not layout.blocks:
+            return attend(*args, **kwargs)
+        return attend_in_blocks(attend, layout.blocks, layout.prepared)(*args, **kwargs)
+
+    return attention
 
 
 def _tree_aware(interface: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..compat import attention_implementation, cache_argument, decoder_config
+from .blocks import attention_blocks
 from .chunk_size import BatchLimits
 from .masks import TreeLayout, packed_attention, tree_layout
 from .model_access import input_device
@@ -110,7 +111,14 @@ def _feed(
         for values in (tree.tokens[start:stop], keys, tree.depths[keys], tree.ends[keys])
     ]
     input_ids, key_nodes, key_depths, key_ends = on_device
-    layout = TreeLayout(key_nodes[len(path) :], key_depths[len(path) :], key_nodes, key_depths, key_ends)
+    layout = TreeLayout(
+        key_nodes[len(path) :],
+        key_depths[len(path) :],
+        key_nodes,
+        key_depths,
+        key_ends,
+        attention_blocks(tree, path, start, stop) if device.type == "cpu" else (),
+    )
     # The start of one row alone is what the model's own masks are made for, and faster with them.
     is_plain_row = len(path) == 0 and int(tree.depths[stop - 1]) == stop - start - 1
     cache.place(layout.query_depths if _counts_from_cache(model) and not is_plain_row else None)
