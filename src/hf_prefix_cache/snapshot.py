@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from .exceptions import (
 )
 from .fingerprint import fingerprint_of
 from .layers import LayerState
-from .layers.quantized_state import quantization_error
+from .layers.quantized_state import quantization_error, scheme_of
 from .quantization import QuantizationError
 from .storage import storage_bytes
 
@@ -54,7 +54,6 @@ class PrefixSnapshot:
         fingerprint: Digest of the model that computed it, or None.
         padding_mask: Bool ``[batch, seq_length]``, False at padding; None where there is none.
         is_lossy: Whether the strategy keeps less than the model computed; `error` says by how much.
-        options: Options of the cache that filled it, where only a cache of the same ones can continue it.
 
     Example:
         >>> import torch, hf_prefix_cache as hpc
@@ -75,7 +74,6 @@ class PrefixSnapshot:
     fingerprint: str | None = None
     padding_mask: torch.Tensor | None = None
     is_lossy: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -100,6 +98,14 @@ class PrefixSnapshot:
     def error(self) -> QuantizationError | None:
         """Relative error of each layer's keys and values, as measured when they were quantized; None if exact."""
         return quantization_error(self.layers) if self.is_lossy else None
+
+    @property
+    def lossy_key(self) -> str | None:
+        """What prefixes it may be mixed with: those of the same way to quantize; None for exact ones."""
+        if not self.is_lossy:
+            return None
+        scheme = scheme_of(self.layers)
+        return self.strategy if scheme is None else f"{self.strategy}: {scheme.name}"
 
     def can_crop_to(self, length: int) -> bool:
         """Return whether `crop_to` works: a window that has moved on cannot go back by more than one token."""
@@ -179,8 +185,9 @@ class PrefixSnapshot:
                 f"this prefix was filled by {self.strategy!r}, which is lossy; pass allow_lossy=True to continue it "
                 f"in {name!r}"
             )
-        if name == self.strategy:
-            options = {**self.options, **options}
+        scheme = scheme_of(self.layers)
+        if name == self.strategy and scheme is not None:
+            options = {**scheme.options, **options}
         _check_options(name, options)
         cache = _caches[name](config=self.config, **options)
         cache.load(self, batch_size=batch_size, allow_lossy=allow_lossy)

@@ -1,6 +1,6 @@
 """`PrefixQuantizedCache`: holds most of its tokens in few bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,11 +8,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, QuantizedCache
 
 from ..compat import decoder_config
+from ..exceptions import UnknownOptionError
 from ..layers.quantized_kinds import QUANTIZED_KINDS
 from ..layers.quantized_state import bits_per_value, quantization_error
 from ..layers.scratch import Scratch
 from ..quantization import QuantizationError, make_scheme
-from ..snapshot import PrefixSnapshot, register_cache
+from ..snapshot import register_cache
 from .base import PrefixCache, attention_layers
 
 __all__ = ["PrefixQuantizedCache", "QuantizationReport"]
@@ -90,7 +91,9 @@ class PrefixQuantizedCache(PrefixCache, QuantizedCache):
         exact_first: int = 4,
         quantize_own: bool = True,
     ) -> None:
-        scheme = make_scheme(
+        if not isinstance(quantize_own, bool):
+            raise UnknownOptionError(f"quantize_own is {quantize_own!r}; it must be True or False")
+        self.scheme = scheme = make_scheme(
             backend=backend,
             nbits=nbits,
             quant_type=quant_type,
@@ -103,17 +106,8 @@ class PrefixQuantizedCache(PrefixCache, QuantizedCache):
         layers: list[Any] = [QUANTIZED_KINDS[spec.kind](spec, scheme, self._scratch, quantize_own) for spec in specs]
         Cache.__init__(self, layers=layers)
         self._last_attention = max((i for i, layer in enumerate(layers) if layer.holds_keys), default=0)
-        self.scheme = scheme
         self._config = decoder_config(config)
-        self._options = {
-            "backend": backend,
-            "nbits": nbits,
-            "quant_type": quant_type,
-            "group_size": group_size,
-            "residual_length": residual_length,
-            "exact_first": exact_first,
-            "quantize_own": quantize_own,
-        }
+        self._options = {**scheme.options, "quantize_own": quantize_own}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -129,12 +123,10 @@ class PrefixQuantizedCache(PrefixCache, QuantizedCache):
             self._scratch.release()  # the last layer's attention holds it as long as it needs it
         return keys, values
 
-    def snapshot(self, **kwargs: Any) -> PrefixSnapshot:
-        """Return what is held as an immutable value, which knows that it is lossy and by how much.
-
-        Takes what `PrefixCache.snapshot` takes, and raises what it raises.
-        """
-        return replace(super().snapshot(**kwargs), options=self._options)
+    @property
+    def lossy_key(self) -> str:
+        """What stored prefixes it may start from beside exact ones: `PrefixSnapshot.lossy_key` of its snapshots."""
+        return f"{self.strategy}: {self.scheme.name}"
 
     def report(self) -> QuantizationReport:
         """Return what is held, what it costs and the error that was measured when it was quantized."""

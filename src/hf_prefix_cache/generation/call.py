@@ -14,6 +14,7 @@ from ..caches import PrefixCache
 from ..exceptions import UnknownOptionError
 from ..snapshot import PrefixSnapshot
 from .batch import PromptBatch
+from .strategies import CACHE_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,17 +29,19 @@ class CallOptions:
     Attributes:
         reuse: Whether the store is read and written.
         namespace: Tenant: prefixes are never shared across.
+        cache: Options of the strategy's own cache.
     """
 
     reuse: bool = True
     namespace: str = ""
+    cache: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, cache_config: Any) -> CallOptions:
-        """Read ``cache_config``, a dict or None.
+    def parse(cls, cache_config: Any, strategy: str) -> CallOptions:
+        """Read ``cache_config`` of a call with ``strategy``, a dict or None, which is not changed.
 
         Raises:
-            UnknownOptionError: Not a dict, another key, or a value of another type.
+            UnknownOptionError: Not a dict, a key that the strategy does not have, or a value of another type.
         """
         if cache_config is not None and not isinstance(cache_config, dict):
             raise UnknownOptionError(
@@ -48,13 +51,15 @@ class CallOptions:
         for name, kind in (("reuse", bool), ("namespace", str)):
             if name in options and not isinstance(options[name], kind):
                 raise UnknownOptionError(f"cache_config[{name!r}] is {options[name]!r}; it must be a {kind.__name__}")
+        own = {name: options.pop(name) for name in CACHE_OPTIONS.get(strategy, ()) if name in options}
         unknown = sorted(set(options) - {"reuse", "namespace"}, key=str)
         if unknown:
+            others = "".join(f", and {', '.join(names)} of {owner!r}" for owner, names in CACHE_OPTIONS.items())
             raise UnknownOptionError(
-                f"cache_config has {', '.join(map(repr, unknown))}; the options of prefix strategies are 'reuse' and "
-                "'namespace' (max_cache_len is an argument of generate)"
+                f"cache_config has {', '.join(map(repr, unknown))}, which {strategy!r} does not have; the options are "
+                f"'reuse' and 'namespace' of all prefix strategies{others} (max_cache_len is an argument of generate)"
             )
-        return cls(**options)
+        return cls(**options, cache=own)
 
 
 @dataclass

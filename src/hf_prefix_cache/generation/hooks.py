@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixStaticCache
 from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask, static_cache_length
-from ..exceptions import UnknownStrategyError
 from ..forward import takes_single_tokens
 from ..report import GenerationReport, record_report
 from ..strategy import choose_strategy
@@ -25,6 +24,7 @@ from .columns import feed_columns
 from .keep import keep_rows
 from .own_cache import continue_own_cache, remember_ids, tell_padding
 from .prefill import reuse_prefix
+from .strategies import growing_cache
 from .support import check_assisted, check_model, check_own_assisted, why_not_assisted
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOKS"]
 
-_BUILT = ("prefix-dynamic", "prefix-static")
 _ASSISTED = "assisted_generation"
 # Generation modes in which row i of the result continues row i of the prompt.
 _ROWS_CONTINUE = ("greedy_search", "sample", _ASSISTED)
@@ -96,14 +95,12 @@ def _make_cache(
 ) -> None:
     """Make the cache of a call that names a prefix strategy."""
     strategy = str(generation_config.cache_implementation)
-    call.options = CallOptions.parse(generation_config.cache_config)
+    call.options = CallOptions.parse(generation_config.cache_config, strategy)
     check_model(model, strategy)
     if strategy == "prefix-auto":
         strategy = choose_strategy(model, tokens=max_cache_length, batch_size=rows).strategy
-    if strategy not in _BUILT:
-        raise UnknownStrategyError(f"{strategy!r} is not built yet in this version; use one of {', '.join(_BUILT)}")
-    if strategy == "prefix-dynamic":
-        call.cache = PrefixDynamicCache(config=model.config)
+    if strategy != "prefix-static":
+        call.cache = growing_cache(strategy, model.config, call.options.cache)
     else:
         length = static_cache_length(model, max(max_cache_length, generation_config.max_cache_len or 0))
         call.cache = PrefixStaticCache(config=model.config, max_cache_len=length, max_batch_size=rows)

@@ -9,6 +9,7 @@ import torch
 
 from ..compat import decoder_config
 from ..layers import RecurrentState
+from ..layers.quantized_state import quantized
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
 from .batch import PromptBatch
@@ -33,7 +34,7 @@ def keep_rows(
         next_logits: Logits after the last column, ``[rows, vocab]``, where the cache holds all columns.
     """
     cache, batch = call.cache, call.batch
-    if cache is None or batch is None or cache.rows != len(sequences):
+    if cache is None or batch is None or cache.rows != len(sequences) or not call.options.reuse:
         return
     store, config = store_for(model), decoder_config(model.config)
     held = min(cache.seq_length, call.kept_columns or cache.seq_length)
@@ -45,12 +46,13 @@ def keep_rows(
             continue  # padding went through the state, masked as the model masks it: nothing to build on
         tokens = _fed_tokens(sequences[index, :held].cpu(), padding, batch, call.end_ids)
         row = PrefixSnapshot(
-            layers=tuple(layer.row(index, call.shared, call.shared + padding) for layer in layers),
+            layers=tuple(quantized(layer.row(index, call.shared, call.shared + padding)) for layer in layers),
             seq_length=cache.seq_length - padding,
             batch_size=1,
             strategy=call.strategy,
             config=config,
             fingerprint=call.fingerprint,
+            is_lossy=cache.is_lossy,
         )
         if row.can_crop_to(len(tokens)):
             logits = None if next_logits is None else next_logits[index : index + 1].detach()

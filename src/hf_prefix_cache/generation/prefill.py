@@ -8,8 +8,9 @@ import torch
 from transformers import GenerationConfig
 
 from ..attention import is_worth_sharing
-from ..caches import PrefixDynamicCache
+from ..caches import PrefixCache, PrefixDynamicCache, PrefixQuantizedCache
 from ..compat import original_max_positions
+from ..exceptions import LossyPrefixError
 from ..fingerprint import fingerprint_of
 from ..forward import feed
 from ..report import GenerationReport, record_report
@@ -19,6 +20,7 @@ from .batch import common_prefix_length, moved_mask, positions_of, read_batch
 from .call import Call, given_for
 from .columns import feed_columns
 from .reasons import why_not_beside, why_not_by_ids, within_one_regime
+from .strategies import single_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,11 +58,11 @@ def reuse_prefix(
     if input_ids.shape[1]:
         call.known_before = torch.empty(1, 0, dtype=torch.long)
     batch = read_batch(input_ids, model_kwargs.get("attention_mask")) if input_ids.shape[1] else None
-    if not call.options.reuse:
-        reason = "reuse is switched off in cache_config"
-    elif not reason:
+    if call.options.reuse and not reason:
         call.fingerprint = fingerprint_of(model)
     unknown = reason or why_not_by_ids(model, batch, model_kwargs)
+    if not call.options.reuse and (unknown or not cache.is_lossy):
+        unknown = "reuse is switched off in cache_config"
     if batch is None or unknown:
         tokens = _count_tokens(input_ids, model_kwargs)
         record_report(model, GenerationReport(call.strategy, rows, tokens, tokens, 0, unknown))
@@ -98,7 +100,8 @@ def _share_prefix(
     known = _longest_known(model, batch.rows[0][:common], call) if common else None
     stored = 0 if known is None else known.seq_length
     computed = 0
-    if (rows - 1) * (common - stored) >= _WORTH_A_FORWARD:
+    # What is lossy is computed apart in any case: what is generated does not depend on whether it was stored.
+    if (rows - 1) * (common - stored) >= _WORTH_A_FORWARD or (common > stored and _quantizes(cache, common)):
         known = _compute(model, batch.rows[0][:common], known, call, chunk_size)
         computed = common - stored
     call.shared = 0 if known is None else known.seq_length
@@ -133,10 +136,18 @@ def _share_prefix(
 
 def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> PrefixSnapshot | None:
     """Return the longest prefix of ``tokens`` that the store holds or the caller gave."""
-    found = store_for(model).match(tokens, call.fingerprint, call.options.namespace)
+    if not call.options.reuse:
+        return None
+    key = call.cache.lossy_key if isinstance(call.cache, PrefixQuantizedCache) else None
+    found = store_for(model).match(tokens, call.fingerprint, call.options.namespace, strategy=key)
     given = given_for(model)
     if given is None or given.input_ids is None:
         return found
+    if given.is_lossy and given.lossy_key != key:
+        raise LossyPrefixError(
+            f"the prefix passed is lossy ({given.lossy_key}), and the call asks for {key or call.strategy!r}; pass its "
+            "strategy as cache_implementation and its options as cache_config, or an exact prefix"
+        )
     if given.fingerprint != call.fingerprint:
         given.verify(model)
     if not within_one_regime(model, given, length=len(tokens)):
@@ -153,15 +164,21 @@ def _compute(
     model: PreTrainedModel, tokens: torch.Tensor, known: PrefixSnapshot | None, call: Call, chunk_size: int | None
 ) -> PrefixSnapshot:
     """Compute ``tokens`` behind ``known`` at batch 1, and keep them for later calls."""
-    single = PrefixDynamicCache(config=model.config)
+    single = single_cache(call.strategy, model.config, call.options.cache)
     start = 0
     if known is not None:
         single.load(known, batch_size=1)
         start = known.seq_length
     logits = feed(model, tokens[None, start:], single, chunk_size=chunk_size)
     snapshot = single.snapshot(model=model, input_ids=tokens[None], next_logits=logits)
-    store_for(model).insert(snapshot, call.options.namespace)
+    if call.options.reuse:
+        store_for(model).insert(snapshot, call.options.namespace)
     return snapshot
+
+
+def _quantizes(cache: PrefixCache, tokens: int) -> bool:
+    """Return whether ``cache`` would quantize some of a prefix of ``tokens`` tokens."""
+    return isinstance(cache, PrefixQuantizedCache) and tokens > cache.scheme.residual_length
 
 
 def _count_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from .recurrent import LayerState, RecurrentState
 from .segments import Segments, compact, exact, quantize, runs_in, split
 from .state import AttentionState, KeyValues
 
-__all__ = ["QuantizedState", "bits_per_value", "quantization_error"]
+__all__ = ["QuantizedState", "bits_per_value", "quantization_error", "quantized", "scheme_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,19 @@ class QuantizedState(AttentionState):
     def quantized(self) -> "QuantizedState":
         """Return the state with exact tokens quantized too, but for the first ones and the residual."""
         return replace(self, segments=quantize(self.segments, self.first, self.scheme))
+
+
+def quantized(state: LayerState) -> LayerState:
+    """Return the state of a quantized layer with exact tokens quantized too, as far as they are due; others as is."""
+    if isinstance(state, RecurrentState) and isinstance(state.attention, QuantizedState):
+        return replace(state, attention=state.attention.quantized())
+    return state.quantized() if isinstance(state, QuantizedState) else state
+
+
+def scheme_of(states: Iterable[LayerState]) -> Scheme | None:
+    """Return how ``states`` are quantized, or None where none of them is of a quantized layer."""
+    held = (state.attention if isinstance(state, RecurrentState) else state for state in states)
+    return next((state.scheme for state in held if isinstance(state, QuantizedState)), None)
 
 
 def quantization_error(states: Iterable[LayerState]) -> QuantizationError:

@@ -45,4 +45,6 @@ def make_scheme(
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UnknownOptionError(f"{name} is {value!r}; it is a number of tokens, an integer of 0 or more")
     keys, values = _MAKERS[backend](nbits, quant_type, group_size)
-    return Scheme(backend, keys, values, residual_length, exact_first)
+    options = {"backend": backend, "nbits": nbits, "quant_type": quant_type, "group_size": group_size}
+    options |= {"residual_length": residual_length, "exact_first": exact_first}
+    return Scheme(backend, keys, values, residual_length, exact_first, options)

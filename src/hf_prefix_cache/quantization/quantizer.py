@@ -1,7 +1,9 @@
 """What turns keys or values into few bits and back: the small interface that backends implement."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -56,6 +58,7 @@ class Scheme:
         residual_length: Tokens at the end that stay exact, at most.
         exact_first: Tokens at the start of a sequence that stay exact: most attention goes to the first ones, so that
             their error weighs more than that of all others together.
+        options: The options that make a cache quantize like this.
     """
 
     backend: str
@@ -63,6 +66,7 @@ class Scheme:
     values: Quantizer
     residual_length: int
     exact_first: int
+    options: Mapping[str, Any] = field(compare=False, repr=False)
 
     @property
     def group_tokens(self) -> int:

@@ -21,7 +21,7 @@ class Key(NamedTuple):
     Attributes:
         fingerprint: Of the model in the state that computed them.
         namespace: Their tenant.
-        lossy_strategy: The strategy of lossy prefixes; None for exact ones, whatever filled them.
+        lossy_strategy: The strategy of lossy prefixes and how it quantizes; None for exact ones, whatever filled them.
     """
 
     fingerprint: str

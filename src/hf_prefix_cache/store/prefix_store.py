@@ -100,7 +100,7 @@ class PrefixStore:
             InputMismatchError, InvalidTokensError: Its token ids and layers do not fit each other.
         """
         entry = Entry.of(snapshot)
-        key = Key(str(snapshot.fingerprint), namespace, snapshot.strategy if snapshot.is_lossy else None)
+        key = Key(str(snapshot.fingerprint), namespace, snapshot.lossy_key)
         with self._lock:
             if entry.nbytes > self.max_bytes:
                 self._counts["refusals"] += 1
@@ -143,7 +143,7 @@ class PrefixStore:
             input_ids: Token ids of a prompt, ``[tokens]`` or ``[1, tokens]``.
             fingerprint: Of the model that is to continue the prefix, `hpc.fingerprint_of`.
             namespace: The tenant who asks.
-            strategy: Name of a lossy strategy whose own prefixes may be given too; exact ones always may.
+            strategy: `PrefixSnapshot.lossy_key` of lossy prefixes that may be given too; exact ones always may.
 
         Returns:
             A snapshot on the store's own tensors (no copy) on the device where they were inserted. Its
