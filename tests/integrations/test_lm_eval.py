@@ -1,6 +1,5 @@
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -150,6 +149,12 @@ def pairs(*texts, task="pairs"):
     return [Instance("loglikelihood", {}, pair, index, (task, index, 1)) for index, pair in enumerate(texts)]
 
 
+def plain_logprob(model, context, continuation):
+    with torch.no_grad():
+        logits = model(torch.tensor([context + continuation[:-1]])).logits[0, -len(continuation) :]
+    return logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
+
+
 def count_calls(monkeypatch, name):
     """Count how often HFLM's own method runs."""
     calls, original = [], getattr(HFLM, name)
@@ -254,17 +259,21 @@ def test_mixed_precision_applies(folder, tokenizer):
 
 def test_pairs_that_stop_the_harness_have_a_score_and_others_have_the_harness(folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    merging = ("Which animal lives in the s", "ea?")
     lm, plain = PrefixHFLM(model, tokenizer=tokenizer), HFLM(model, tokenizer=tokenizer)
     known = pairs(("", "a cat"), ("", "<|end|>a cat"), ("a cat  ", "purrs"), ("A hen", " lays eggs"))
     assert_same_answers(lm.loglikelihood(known, disable_tqdm=True), plain.loglikelihood(known, disable_tqdm=True))
 
-    (score, _), (empty, is_greedy), (blank, _) = lm.loglikelihood(pairs(merging, ("a cat", ""), ("  ", "a cat")))
-    assert math.isfinite(score)
-    assert (empty, is_greedy) == (0.0, True)
-    ids = tokenizer("  a cat").input_ids
-    logits = model(torch.tensor([[0, *ids[:-1]]])).logits[0].log_softmax(-1)
-    torch.testing.assert_close(blank, logits.gather(1, torch.tensor(ids)[:, None]).sum().item(), atol=1e-4, rtol=0)
+    merging, empty, blank = ("Which an", "imal"), ("a cat", ""), ("  ", "a cat")
+    whole = tokenizer("Which animal").input_ids
+    assert len(whole) == len(tokenizer("Which an").input_ids) == 2  # the continuation has no token of its own
+    for pair in (merging, empty, blank):
+        with pytest.raises((AssertionError, IndexError)):
+            plain.loglikelihood(pairs(pair), disable_tqdm=True)
+    merged_answer, empty_answer, blank_answer = lm.loglikelihood(pairs(merging, empty, blank), disable_tqdm=True)
+    spaced = tokenizer("  a cat").input_ids
+    assert empty_answer == (0.0, True)
+    assert_same_answers([merged_answer[0]], [plain_logprob(model, whole[:1], whole[1:])])
+    assert_same_answers([blank_answer[0]], [plain_logprob(model, [tokenizer.eos_token_id], spaced)])
 
 
 def test_a_response_cache_answers_without_the_model(folder, tmp_path):
