@@ -73,7 +73,7 @@ class PrefixEvalCallback(TrainerCallback):
         >>> callback = PrefixEvalCallback(
         ...     [(few_shot + [7], [8]), (few_shot + [7], [9])], questions=[Question(choices=(0, 1), answer=0)]
         ... )
-        >>> arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", disable_tqdm=True)
+        >>> arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
         >>> rows = [{"input_ids": few_shot, "labels": few_shot}]
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> metrics = Trainer(model, arguments, eval_dataset=rows, callbacks=[callback]).evaluate()
