@@ -70,9 +70,13 @@ def attend_in_blocks(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        shape = (1, 1, query.shape[2], key.shape[2])
-        is_plain = isinstance(attention_mask, torch.Tensor) and attention_mask.shape == shape and not dropout
-        if not is_plain or attention_mask.dtype != torch.bool or kwargs.get("position_bias") is not None:
+        if (
+            attention_mask is None
+            or attention_mask.shape != (1, 1, query.shape[2], key.shape[2])
+            or attention_mask.dtype != torch.bool
+            or kwargs.get("position_bias") is not None
+            or dropout
+        ):
             return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         heads, kv_heads = query.shape[1], key.shape[1]
         masks = _additive_masks(attention_mask, blocks, heads // kv_heads, query.dtype, prepared)

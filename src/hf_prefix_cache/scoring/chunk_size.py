@@ -7,9 +7,8 @@ from .model_access import free_bytes, innermost_model, input_device
 
 __all__ = ["BatchLimits", "default_limits"]
 
-# On a CPU 256 to 512 tokens are about equally fast; more only widens the masked part of attention. An accelerator
-# needs more tokens to be busy.
-_CPU_TOKENS, _ACCELERATOR_TOKENS = 384, 2048
+# On a CPU 256 to 1024 tokens are about equally fast. An accelerator needs more tokens to be busy.
+_CPU_TOKENS, _ACCELERATOR_TOKENS = 512, 2048
 _CPU_ENOUGH, _ACCELERATOR_ENOUGH = 128, 1024
 _SHARE = 0.1  # of the free memory, for the activations of one chunk and for its logits each
 _CPU_LOGITS, _ACCELERATOR_LOGITS = 2**28, 2**30  # bytes of logits at once at most
