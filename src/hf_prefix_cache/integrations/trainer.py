@@ -76,9 +76,8 @@ class PrefixEvalCallback(TrainerCallback):
         >>> arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
         >>> rows = [{"input_ids": few_shot, "labels": few_shot}]
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
-        >>> metrics = Trainer(model, arguments, eval_dataset=rows, callbacks=[callback]).evaluate()
-        >>> metrics["eval_prefix_accuracy"] in (0.0, 1.0)
-        True
+        >>> Trainer(model, arguments, eval_dataset=rows, callbacks=[callback]).evaluate()
+        {'eval_loss': ... 'eval_prefix_accuracy': ...}
     """
 
     def __init__(
