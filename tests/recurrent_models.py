@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import transformers as tf
-from tiny_models import build
 from transformers import PreTrainedModel
+
+from tiny_models import build
 
 _SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
 _ATTENTION = {

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from recurrent_models import RECURRENT_MODELS
-from tiny_models import TINY_MODELS
 
 import hf_prefix_cache as hpc
+from recurrent_models import RECURRENT_MODELS
+from tiny_models import TINY_MODELS
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
 MODELS = {**TINY_MODELS, **RECURRENT_MODELS}

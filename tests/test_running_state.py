@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from recurrent_models import RECURRENT_MODELS
 from transformers import DynamicCache
 
 import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import CACHE_ARGUMENT, resumes_in_one_call
+from recurrent_models import RECURRENT_MODELS
 
 TOKENS = 24
 OPTIONS = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}

@@ -145,8 +145,8 @@ def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> 
         return found
     if given.is_lossy and given.lossy_key != key:
         raise LossyPrefixError(
-            f"the prefix passed is lossy ({given.lossy_key}), and the call asks for {key or call.strategy!r}; pass its "
-            "strategy as cache_implementation and its options as cache_config, or an exact prefix"
+            f"the prefix passed is lossy ({given.lossy_key}), and the call asks for {key or call.strategy!r}; pass "
+            "its strategy as cache_implementation and its options as cache_config, or an exact prefix"
         )
     if given.fingerprint != call.fingerprint:
         given.verify(model)
