@@ -58,7 +58,7 @@ def check_token_ids(
     if not isinstance(input_ids, torch.Tensor):
         try:
             input_ids = torch.tensor(input_ids)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise InvalidTokensError(f"{name} must be a tensor or (nested, even) lists of ints: {error}") from error
     if input_ids.ndim == 1:
         input_ids = input_ids[None]
