@@ -29,6 +29,7 @@ from hf_prefix_cache.exceptions import (
 from hf_prefix_cache.layers import AttentionState, KeyValues
 from hf_prefix_cache.storage import storage_bytes
 from hf_prefix_cache.store import PrefixStore, prefix_store
+from hf_prefix_cache.store.page import Page
 
 FULL_TOKEN = len(FULL) * TOKEN_BYTES
 
@@ -140,6 +141,23 @@ def test_a_part_of_a_page_that_is_evicted_frees_its_bytes():
     check_exact(store.match(tokens, "model"), tokens)
     check_exact(store.match(other, "model"), other)
     assert found_length(store, tokens) == 50
+
+
+def test_a_part_of_a_page_of_one_head_in_one_layer_gets_storage_of_its_own_too():
+    page = Page.of([[KeyValues(torch.rand(1, 1, 9, 3), torch.rand(1, 1, 9, 2))]], 9)
+    part = page.first(4)
+    assert storage_bytes(part.stacks) == part.nbytes == 4 * 4 * 5
+
+
+def test_runs_that_are_joined_keep_the_strategy_that_filled_their_end():
+    store = PrefixStore(max_bytes=10_000_000)
+    store.insert(make_snapshot([1, 2], strategy="prefix-static", logits=True))
+    store.insert(make_snapshot([1, 2, 3], strategy="prefix-dynamic"))
+    assert store.match([1, 2], "model").strategy == "prefix-static"
+    store.match([1, 2, 3], "model")
+    assert store.evict(1) == 4 * VOCABULARY
+    store.sanity_check()
+    assert store.match([1, 2, 3], "model").strategy == "prefix-dynamic"
 
 
 def test_old_ends_of_a_conversation_with_windows_go_before_its_newest():
