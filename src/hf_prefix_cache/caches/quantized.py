@@ -30,6 +30,18 @@ class QuantizationReport:
         bytes_per_token: Bytes of all layers for one token of one row.
         bits_per_value: Bits of a quantized key or value, scales included; 0 where nothing is quantized yet.
         error: Relative error of what is quantized, as measured when it was.
+
+    Example:
+        >>> import torch, hf_prefix_cache as hpc
+        >>> from hf_prefix_cache.compat import cache_argument
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
+        >>> cache = hpc.PrefixQuantizedCache(config=model.config, nbits=8)
+        >>> with torch.no_grad():
+        ...     _ = model(torch.arange(200)[None] % 32, **cache_argument(cache))
+        >>> cache.report().bits_per_value
+        8.25
     """
 
     scheme: str
