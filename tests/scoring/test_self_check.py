@@ -1,6 +1,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,3 +106,29 @@ def test_reports_and_checks_do_not_keep_a_model_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_checks_of_short_and_long_requests_are_both_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = count_comparisons(monkeypatch)
+    model = PACKED["mistral"]()
+    for _ in range(2):
+        loglikelihood(model, [([5, 6], [7, 8])], progress=False)
+        loglikelihood(model, REQUESTS, progress=False)
+    assert len(compared) == 2
+
+
+def test_differences_of_infinities_and_nans_are_told_apart() -> None:
+    nan, inf = float("nan"), float("inf")
+    found = self_check._differences(np.array([1.0, nan, nan, -inf, -inf]), np.array([1.5, nan, 1.0, -inf, 2.0]))
+    assert found.tolist() == [0.5, 0.0, inf, 0.0, inf]
+
+
+def test_half_precision_is_judged_by_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PACKED["llama"]().to(torch.bfloat16)
+    loglikelihood(model, REQUESTS, progress=False)
+    assert last_scoring_report(model).self_check.outcome == "passed"
+    monkeypatch.setattr("hf_prefix_cache.scoring.packed.TreeLayout", broken_layout)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1e-2)
+    with pytest.warns(UserWarning, match="did not match"):
+        loglikelihood(model, REQUESTS, progress=False)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..attention import install
 from ..exceptions import UnsupportedModelError
 from .blocks import AttentionBlock, attend_in_blocks
 
@@ -58,6 +58,9 @@ class TreeLayout:
 @contextmanager
 def packed_attention(implementation: str) -> Iterator[None]:
     """Make masks and attention of ``implementation`` heed `tree_layout` for as long as the context lasts."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # not at import: it takes seconds
+
+    install()  # first, so that what is wrapped here knows shared prefixes too
     with _lock:
         if not _users.get(implementation):
             # The instances' own entries shadow the registered ones, which stay as they are.

@@ -19,7 +19,7 @@ class SelfCheck:
         outcome: ``"passed"``, ``"failed"``, ``"off"`` (switched off) or ``"not needed"`` (the plain route ran anyway).
         lengths: Lengths of the longest rows compared: a short one, and one past each threshold that requests reach.
         largest_difference: Largest difference of one token's log-probability; None if nothing was compared.
-        tolerance: What is allowed; None if nothing was compared.
+        tolerance: What is allowed (see `TOLERANCES`); None if nothing was compared.
         reason: Why it failed, in words; empty otherwise.
     """
 
