@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .caches import PrefixDynamicCache
+from .caches import PrefixCache, PrefixDynamicCache
 from .compat import cache_argument
 from .exceptions import BatchSizeError, InputMismatchError, SnapshotIncompleteError
+from .forward import cache_behind
 from .prompts import describe_divergence, encode_prompts
 from .snapshot import PrefixSnapshot
 from .store import store_for
@@ -162,7 +163,7 @@ class Branch:
         self._marks = [self._here]
         return snapshot
 
-    def _cache_for(self, ids: torch.Tensor) -> PrefixDynamicCache:
+    def _cache_for(self, ids: torch.Tensor) -> PrefixCache:
         """Return a cache at the longest prefix of ``ids`` that this place or an earlier mark holds."""
         best: PrefixSnapshot | None = None
         for mark in (self._here, *self._marks):
@@ -178,7 +179,6 @@ class Branch:
                 continue
             if best is None or length > best.seq_length:
                 best = snapshot.crop_to(length)
-        cache = PrefixDynamicCache(config=self._model.config)
         if best is not None and best.seq_length:
-            cache.load(best, batch_size=1)
-        return cache
+            return cache_behind(best, 1)
+        return PrefixDynamicCache(config=self._model.config)

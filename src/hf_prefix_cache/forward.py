@@ -15,7 +15,14 @@ from .snapshot import PrefixSnapshot
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["feed", "next_token_logits", "takes_single_tokens"]
+__all__ = ["cache_behind", "feed", "has_running_state", "next_token_logits", "takes_single_tokens"]
+
+
+def cache_behind(prefix: PrefixSnapshot, rows: int) -> PrefixCache:
+    """Return a cache that grows behind ``prefix``: own tokens are exact, also where the prefix is not."""
+    if prefix.is_lossy and prefix.strategy == "prefix-quantized":
+        return prefix.to_cache(batch_size=rows, quantize_own=False)
+    return prefix.to_cache("prefix-dynamic", rows)
 
 
 def feed(
@@ -46,7 +53,11 @@ def next_token_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: Pr
     return logits
 
 
+def has_running_state(prefix: PrefixCache | PrefixSnapshot) -> bool:
+    """Return whether a layer of ``prefix`` has a running state (Mamba and its like)."""
+    return any(isinstance(layer, PrefixRecurrentLayer | RecurrentState) for layer in prefix.layers)
+
+
 def takes_single_tokens(model: PreTrainedModel, prefix: PrefixCache | PrefixSnapshot) -> bool:
     """Return whether tokens behind ``prefix`` are right only one at a time (Mamba and its like)."""
-    has_state = any(isinstance(layer, PrefixRecurrentLayer | RecurrentState) for layer in prefix.layers)
-    return has_state and not resumes_in_one_call(decoder_config(model.config))
+    return has_running_state(prefix) and not resumes_in_one_call(decoder_config(model.config))

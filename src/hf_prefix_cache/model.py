@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .caches import PrefixCache, PrefixDynamicCache
+from .caches import PrefixCache, PrefixQuantizedCache
 from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
 from .conversation import Branch
 from .exceptions import (
     BatchSizeError,
     InputMismatchError,
+    LossyPrefixError,
     SnapshotIncompleteError,
     UnknownOptionError,
     UnsupportedModelError,
 )
 from .fingerprint import fingerprint_of
-from .forward import feed, takes_single_tokens
+from .forward import feed, has_running_state, takes_single_tokens
 from .generation import computes_randomly, given_prefix
+from .generation.call import CallOptions
+from .generation.strategies import CACHE_OPTIONS, single_cache
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
 from .scoring import ContinuationScore, encode_pairs, loglikelihood
@@ -47,8 +50,9 @@ class PrefixCachedModel:
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer; needed for text and chat messages.
-        strategy: Cache strategy of `generate` and `forward`: ``"prefix-dynamic"``, ``"prefix-static"`` or
-            ``"prefix-auto"``, which chooses for each call.
+        strategy: Cache strategy of `prefill`, `generate` and `forward`: ``"prefix-dynamic"``, ``"prefix-static"``,
+            ``"prefix-quantized"``, ``"prefix-offloaded"`` or ``"prefix-auto"``, which chooses for each call. Options
+            of ``"prefix-quantized"`` are read from the ``cache_config`` of ``model.generation_config``.
         store: Where prefixes are kept; by default the model's own, see `hpc.store_for`.
         memory_budget: Bytes that kept prefixes may take; makes a store of that size.
 
@@ -123,15 +127,18 @@ class PrefixCachedModel:
         store, fingerprint, length = store_for(self.model), fingerprint_of(self.model), ids.shape[1]
         limit = original_max_positions(self.model.config)
         is_short = limit is None or length <= limit  # beyond it, all tokens have other keys, and only in one forward
-        known = store.match(ids[0], fingerprint) if is_short else None
+        cache = single_cache(self.strategy, self.model.config, self._cache_options)
+        key = cache.lossy_key if isinstance(cache, PrefixQuantizedCache) else None
+        known = store.match(ids[0], fingerprint, strategy=key) if is_short else None
         if known is not None and known.seq_length == length:
-            if known.next_logits is not None:
+            if known.next_logits is not None and known.lossy_key == key:
                 return known
-            known = store.match(ids[0, :-1], fingerprint) if length > 1 else None
-        cache = PrefixDynamicCache(config=self.model.config)
+            known = store.match(ids[0, :-1], fingerprint, strategy=key) if length > 1 else None
         if known is not None:
             cache.load(known, batch_size=1)
-        logits = feed(self.model, ids[:, cache.seq_length :], cache, chunk_size=_CHUNK if is_short else None)
+        # In chunks, the later tokens of a quantized prefix would be computed from what the earlier ones lost.
+        chunk_size = _CHUNK if is_short and not cache.is_lossy else None
+        logits = feed(self.model, ids[:, cache.seq_length :], cache, chunk_size=chunk_size)
         forget_rotary_state(self.model)  # the fingerprint is that of a model at rest
         snapshot = cache.snapshot(model=self.model, input_ids=ids, next_logits=logits)
         if is_short:
@@ -227,6 +234,7 @@ class PrefixCachedModel:
         Raises:
             InvalidTokensError, InputMismatchError: Bad ids or a mask that does not fit.
             FingerprintMismatchError: ``prefix`` was computed by another model or with other weights.
+            LossyPrefixError: ``prefix`` is lossy and of another strategy.
             SnapshotIncompleteError: Rows must be computed whole, and ``prefix`` does not know its tokens.
             UnsupportedModelError: Outputs were asked for that grouped rows cannot give.
 
@@ -252,14 +260,22 @@ class PrefixCachedModel:
         if not bool(mask.any(1).all()):
             empty = int((~mask.any(1)).nonzero()[0])
             raise InputMismatchError(f"attention_mask leaves row {empty} without any token; leave that row out")
-        strategy: str = "prefix-dynamic"
+        if snapshot.is_lossy and snapshot.strategy != self.strategy:
+            raise LossyPrefixError(
+                f"prefix is lossy, filled by {snapshot.strategy!r}, and strategy is {self.strategy!r}; make the "
+                f"wrapper with strategy={snapshot.strategy!r}, or pass an exact prefix"
+            )
+        strategy: str = self.strategy if self.strategy != "prefix-auto" else "prefix-dynamic"
         options: dict[str, Any] = {}
-        if self.strategy == "prefix-static":
-            strategy, options = self.strategy, {"max_cache_len": snapshot.seq_length + new}
+        if strategy == "prefix-static":
+            options = {"max_cache_len": snapshot.seq_length + new}
+        elif strategy == "prefix-quantized":
+            options = {"quantize_own": False, **({} if snapshot.is_lossy else self._cache_options)}
         reason = ""
         if crosses_regime(self.model, snapshot, int(mask.sum(1).max())):
             reason = "rows are so long that the model's rotary scaling changes, and are computed whole"
-        can_mask = all(layer.is_sliceable for layer in snapshot.layers) and positions_follow_mask(self.model.config)
+        attends_fully = all(layer.window is None for layer in snapshot.layers) and not has_running_state(snapshot)
+        can_mask = attends_fully and positions_follow_mask(self.model.config)
         is_padded, computed = not bool(mask.all()), int(mask.sum())
         total = rows * snapshot.seq_length + computed
         if reason or (is_padded and not can_mask) or takes_single_tokens(self.model, snapshot):
@@ -270,6 +286,14 @@ class PrefixCachedModel:
             output = self.model(**prepared._asdict(), **cache_argument(cache), **kwargs)
         record_report(self.model, GenerationReport(strategy, rows, total, computed, snapshot.seq_length, reason))
         return output
+
+    @property
+    def _cache_options(self) -> dict[str, Any]:
+        """Options of the strategy's cache, as ``generate`` reads them where a call does not say otherwise."""
+        if self.strategy not in CACHE_OPTIONS:
+            return {}
+        settings: Any = self.model.generation_config
+        return CallOptions.parse(settings.cache_config, self.strategy).cache
 
     @contextmanager
     def branch(self, snapshot: PrefixSnapshot) -> Iterator[Branch]:

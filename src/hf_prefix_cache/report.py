@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .quantization import QuantizationError
+
 __all__ = ["GenerationReport", "last_report", "record_report"]
 
 
@@ -20,6 +22,7 @@ class GenerationReport:
         computed_tokens: Tokens of the prompts that were fed to the model.
         stored_tokens: Length of the prefix that was found in the store or passed by the caller.
         reason: Why nothing or less was reused, in words; empty where nothing stood in the way.
+        error: Relative error of the prefix that the call started from, where it is quantized; None where it is exact.
 
     Example:
         >>> GenerationReport(
@@ -34,6 +37,7 @@ class GenerationReport:
     computed_tokens: int
     stored_tokens: int
     reason: str = ""
+    error: QuantizationError | None = None
 
     @property
     def reused_tokens(self) -> int:

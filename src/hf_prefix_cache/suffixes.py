@@ -8,7 +8,7 @@ import torch
 
 from .compat import cache_argument, forget_rotary_state, original_max_positions
 from .exceptions import SnapshotIncompleteError, UnsupportedModelError
-from .forward import takes_single_tokens
+from .forward import cache_behind, takes_single_tokens
 from .snapshot import PrefixSnapshot
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def forward_grouped(
 
 def _behind(model: PreTrainedModel, prefix: PrefixSnapshot, group: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Run ``group`` ``[rows, tokens]`` behind ``prefix``; return the last output and the logits of all tokens."""
-    cache = prefix.to_cache("prefix-dynamic", batch_size=len(group))
+    cache = cache_behind(prefix, len(group))
     size = 1 if takes_single_tokens(model, cache) else group.shape[1]
     parts = []
     for chunk in group.split(size, dim=1):

@@ -79,8 +79,9 @@ def reuse_prefix(
         return
     stored, computed = _share_prefix(model, input_ids, generation_config, model_kwargs, call)
     held = cache.seq_length
+    error = cache.report().error if isinstance(cache, PrefixQuantizedCache) else None
     computed += batch.tokens - sum(held - (padding if held > call.shared else 0) for padding in batch.padding)
-    record_report(model, GenerationReport(call.strategy, rows, batch.tokens, computed, stored))
+    record_report(model, GenerationReport(call.strategy, rows, batch.tokens, computed, stored, error=error))
 
 
 def _share_prefix(
