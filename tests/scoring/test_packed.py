@@ -104,3 +104,18 @@ def test_logits_are_computed_where_they_are_asked_for_only() -> None:
     loglikelihood(model, requests, max_batch_tokens=512, progress=False, self_check=False)
     assert rows == [3]  # the end of the context, and the first token of each continuation
     assert np.sum(rows) < 40
+
+
+def test_an_interface_that_a_user_put_in_place_is_there_again_afterwards() -> None:
+    registered = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def own(*args: object, **kwargs: object) -> object:
+        return registered(*args, **kwargs)
+
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = own
+    try:
+        loglikelihood(PACKED["llama"](), [([3, 4], [5, 6]), ([3, 4], [7])], progress=False)
+        assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is own
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is registered

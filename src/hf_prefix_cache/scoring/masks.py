@@ -5,7 +5,7 @@ registered for the model's attention implementation. While a packed forward runs
 positions handed to the function are depths in the tree, and what is no ancestor is masked. So every family of models
 gets the mask in the form its attention takes (boolean, additive, block mask), windows and chunks measure the right
 distance, and no setting of the model is touched. The wrapper acts in the thread that packs and passes every other
-call through; it is taken away when the last packed forward ends.
+call through; it is taken away when the last packed forward ends. Attention is wrapped likewise, to run in blocks.
 """
 
 import threading
@@ -29,6 +29,7 @@ MASKED_IMPLEMENTATIONS = frozenset({"eager", "flex_attention", "sdpa"})
 
 _lock = threading.Lock()
 _users: dict[str, int] = {}
+_shadowed: dict[tuple[int, str], Callable[..., Any]] = {}
 _layout: ContextVar["TreeLayout | None"] = ContextVar("hf_prefix_cache_tree_layout", default=None)
 
 
@@ -63,10 +64,9 @@ def packed_attention(implementation: str) -> Iterator[None]:
     install()  # first, so that what is wrapped here knows shared prefixes too
     with _lock:
         if not _users.get(implementation):
-            # The instances' own entries shadow the registered ones, which stay as they are.
-            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = _tree_aware(ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+            _shadow(ALL_MASK_ATTENTION_FUNCTIONS, implementation, _tree_aware)
             if implementation == "sdpa":
-                ALL_ATTENTION_FUNCTIONS["sdpa"] = _block_aware(ALL_ATTENTION_FUNCTIONS["sdpa"])
+                _shadow(ALL_ATTENTION_FUNCTIONS, "sdpa", _block_aware)
         _users[implementation] = _users.get(implementation, 0) + 1
     try:
         yield
@@ -74,9 +74,9 @@ def packed_attention(implementation: str) -> Iterator[None]:
         with _lock:
             _users[implementation] -= 1
             if not _users[implementation]:
-                del ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+                _unshadow(ALL_MASK_ATTENTION_FUNCTIONS, implementation)
                 if implementation == "sdpa":
-                    del ALL_ATTENTION_FUNCTIONS["sdpa"]
+                    _unshadow(ALL_ATTENTION_FUNCTIONS, "sdpa")
 
 
 @contextmanager
@@ -87,6 +87,19 @@ def tree_layout(layout: TreeLayout) -> Iterator[None]:
         yield
     finally:
         _layout.reset(token)
+
+
+def _shadow(interfaces: Any, name: str, wrap: Callable[..., Any]) -> None:
+    # The instance's own entry stands before the registered one, which stays as it is.
+    _shadowed[id(interfaces), name] = interfaces[name]
+    interfaces[name] = wrap(interfaces[name])
+
+
+def _unshadow(interfaces: Any, name: str) -> None:
+    before = _shadowed.pop((id(interfaces), name))
+    del interfaces[name]
+    if interfaces[name] is not before:
+        interfaces[name] = before  # it was an own entry, too
 
 
 def _block_aware(attend: Callable[..., Any]) -> Callable[..., Any]:

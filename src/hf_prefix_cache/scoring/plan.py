@@ -33,6 +33,11 @@ class PrefixNode:
         example: The index of one request that reads this prefix.
         parent: Place of the node above in ``SharingPlan.nodes``; -1 for the root.
         level: 1 for a node directly below the root.
+
+    Example:
+        >>> (node,) = plan([([1, 2], [3, 4]), ([1, 2], [5, 6])]).nodes
+        >>> node.end, node.requests, node.saved_tokens
+        (2, 2, 2)
     """
 
     start: int

@@ -21,6 +21,10 @@ class SelfCheck:
         largest_difference: Largest difference of one token's log-probability; None if nothing was compared.
         tolerance: What is allowed (see `TOLERANCES`); None if nothing was compared.
         reason: Why it failed, in words; empty otherwise.
+
+    Example:
+        >>> SelfCheck("off").lengths
+        ()
     """
 
     outcome: str
@@ -45,6 +49,11 @@ class ScoringReport:
         plain_requests: Requests scored as plain rows because another route is not exact for their length.
         self_check: How the self-check went.
         seconds: Time of the whole call.
+
+    Example:
+        >>> report = ScoringReport(4, 400, 300, 100, 100, "packed", "all attention", 0, SelfCheck("passed"), 1.0)
+        >>> report.reused_tokens, report.ideal_ratio, report.reached_ratio
+        (300, 3.0, 3.0)
     """
 
     requests: int

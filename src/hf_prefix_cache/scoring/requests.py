@@ -25,6 +25,11 @@ class ContinuationScore(NamedTuple):
             empty continuation.
         is_greedy: Whether every token of the continuation is the model's most probable one; True for an empty one.
         token_logprobs: One log-probability for each scored token, in order.
+
+    Example:
+        >>> logprob, is_greedy = ContinuationScore(-1.5, False, (-0.5, -1.0))[:2]
+        >>> logprob, is_greedy
+        (-1.5, False)
     """
 
     logprob: float
