@@ -7,6 +7,7 @@ import json
 import secrets
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedConfig
 
-from .compat import attention_implementation, decoder_config
+from .compat import attention_implementation, decoder_config, original_max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +91,7 @@ def fingerprint_of(model: PreTrainedModel) -> str:
         False
     """
     with _lock:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
+        tensors = [*model.named_parameters(), *_constant_buffers(model)]
         marks = (_optimizer_steps, _settings(model), *(_mark(tensor) for _, tensor in tensors))
         samples = _sample([tensor for _, tensor in tensors])
         known = _known.get(model)
@@ -123,11 +124,23 @@ def _entries(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
 
 
+def _constant_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers but for rotary frequencies that follow the sequence length: the configuration decides them."""
+    follows_length = original_max_positions(model.config) is not None
+    for name, buffer in model.named_buffers():
+        if not (follows_length and name.endswith("inv_freq")):
+            yield name, buffer
+
+
 def _settings(model: PreTrainedModel) -> str:
     config = _entries(model.config)
     decoder = decoder_config(model.config)
+    kind = model.device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = torch.get_autocast_dtype(kind) if is_on else None
+    numerics = [str(autocast), torch.get_float32_matmul_precision()]
     return json.dumps(
-        [type(model).__name__, attention_implementation(decoder), _drops_out(model, config), config],
+        [type(model).__name__, attention_implementation(decoder), _drops_out(model, config), numerics, config],
         sort_keys=True,
         default=lambda value: sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value),
     )

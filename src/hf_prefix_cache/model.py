@@ -139,7 +139,6 @@ class PrefixCachedModel:
         # In chunks, the later tokens of a quantized prefix would be computed from what the earlier ones lost.
         chunk_size = _CHUNK if is_short and not cache.is_lossy else None
         logits = feed(self.model, ids[:, cache.seq_length :], cache, chunk_size=chunk_size)
-        forget_rotary_state(self.model)  # the fingerprint is that of a model at rest
         snapshot = cache.snapshot(model=self.model, input_ids=ids, next_logits=logits)
         if is_short:
             store.insert(snapshot)
