@@ -257,3 +257,11 @@ def test_a_prefix_is_shared_by_forks_of_forks():
         cache = cache.fork()
         assert_exact(cached(model, text[:, position : position + 4], cache), expected[:, position : position + 4])
     assert cache.nbytes == filled("prefix-dynamic", model, text[:, :4]).nbytes * 5
+
+
+def test_total_nbytes_counts_transformers_own_caches_and_refuses_what_is_no_cache():
+    plain = DynamicCache()
+    plain.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert hpc.total_nbytes([plain, plain]) == 2 * 2 * 3 * 4 * 4
+    with pytest.raises(hpc.InputMismatchError, match="int"):
+        hpc.total_nbytes([3])

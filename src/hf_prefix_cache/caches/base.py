@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
 from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword
 from ..exceptions import (
@@ -241,15 +242,26 @@ class PrefixCache(EditableCache):
             )
 
 
-def total_nbytes(caches: Iterable[PrefixCache | PrefixSnapshot]) -> int:
+def total_nbytes(caches: Iterable[Cache | PrefixSnapshot]) -> int:
     """Return the bytes of tensor storage held by ``caches`` together; storage shared between them counts once.
 
     Args:
-        caches: Any iterable of prefix caches and snapshots.
+        caches: Any iterable of caches, Transformers' own among them, and snapshots.
 
     Example:
         >>> import hf_prefix_cache as hpc
         >>> hpc.total_nbytes([])
         0
     """
-    return storage_bytes(tensor for item in caches for tensor in item.tensors)
+    return storage_bytes(tensor for item in caches for tensor in _tensors_of(item))
+
+
+def _tensors_of(item: Cache | PrefixSnapshot) -> list[torch.Tensor]:
+    if isinstance(item, PrefixCache | PrefixSnapshot):
+        return item.tensors
+    if not isinstance(item, Cache):
+        raise InputMismatchError(f"caches holds a {type(item).__name__}; it must hold caches and snapshots")
+    # Layers of other kinds hold other things: whatever tensors they have, alone or in dicts.
+    held = [value for layer in item.layers for value in vars(layer).values()]
+    held += [value for entry in held if isinstance(entry, dict) for value in entry.values()]
+    return [value for value in held if isinstance(value, torch.Tensor)]
