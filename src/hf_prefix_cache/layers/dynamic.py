@@ -188,7 +188,7 @@ class PrefixDynamicLayer(DynamicLayer):
     def share(self) -> AttentionState:
         """Return what is held; no later operation of this layer changes its bytes. No copy."""
         if self._own is not None:
-            self._own.share()
+            self._own.freeze()
         return self.attention_state()
 
     def load(self, state: AttentionState, rows: int) -> None:

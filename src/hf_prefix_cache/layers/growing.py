@@ -36,10 +36,9 @@ class GrowingKeyValues:
             self._values[..., self._start : self._stop, :],
         )
 
-    def share(self) -> KeyValues:
-        """Return the tokens held as views that no later operation of this object changes."""
+    def freeze(self) -> None:
+        """Promise never to change the tokens held now: somebody else sees them."""
         self._frozen = max(self._frozen, self._stop)
-        return self.view()
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the whole buffers, spare room included."""
