@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 import hf_prefix_cache as hpc
-from generation.oracles import FULL_ATTENTION, STRATEGIES, counted, generated, pad_left, tokens
+from generation.oracles import COMBINATIONS, FULL_ATTENTION, counted, generated, pad_left, tokens
 from generation.words import word_tokenizer
 from hf_prefix_cache.compat import cache_argument, output_cache
 from tiny_models import DECODER, TINY_MODELS, build
@@ -15,7 +15,7 @@ from tiny_models import DECODER, TINY_MODELS, build
 GREEDY = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": [0]}
 
 
-@pytest.fixture(params=[f"{name}-{strategy}" for name in TINY_MODELS for strategy in STRATEGIES])
+@pytest.fixture(params=[f"{name}-{strategy}" for name, strategy in COMBINATIONS])
 def wrapped(request, tiny_model):
     name, strategy = request.param.split("-", 1)
     return hpc.PrefixCachedModel(tiny_model(name), word_tokenizer(), strategy=strategy)

@@ -38,6 +38,7 @@ __all__ = [
     "positions_follow_mask",
     "refuse_cache_keyword",
     "resumes_in_one_call",
+    "runs_on_static_caches",
     "takes_attention_interface",
 ]
 
@@ -252,6 +253,11 @@ def positions_follow_mask(config: PreTrainedConfig) -> bool:
         return True
     takes_them = "position_ids" in inspect.signature(model_class.forward).parameters
     return takes_them and config.model_type not in _POSITIONS_FROM_PADDING_ID
+
+
+def runs_on_static_caches(model: PreTrainedModel) -> bool:
+    """Return whether ``generate`` of ``model`` works on static caches: Bloom's not before it makes masks itself."""
+    return model.config.model_type not in _POSITIONS_FROM_MASK or "create_masks_for_generate" in vars(type(model))
 
 
 def resumes_in_one_call(config: PreTrainedConfig) -> bool:

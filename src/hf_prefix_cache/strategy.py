@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from .caches import PrefixQuantizedCache
 from .caches.base import attention_layers
-from .compat import decoder_config, layer_specs
+from .compat import decoder_config, layer_specs, runs_on_static_caches
 from .exceptions import CacheCapacityError, InputMismatchError
 from .layers import DYNAMIC_KINDS
 
@@ -212,6 +212,8 @@ def _why_dynamic(model: PreTrainedModel, tokens: int | None) -> str:
         return "the model is spread over devices, where static shapes do not compile"
     if any(spec.kind not in _ATTENTION_ONLY for spec in layer_specs(model.config)):
         return "the model has running states, which have no static shapes to gain from"
+    if not runs_on_static_caches(model):
+        return "the model does not generate on static caches in this release of Transformers"
     if tokens is None:
         return "no length was given, so buffers of a fixed size would be guesswork"
     return ""

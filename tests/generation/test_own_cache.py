@@ -7,13 +7,20 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
-from generation.oracles import FULL_ATTENTION, NEW_TOKENS, STRATEGIES, WINDOWED, counted, generated, pad_left, tokens
-from hf_prefix_cache.compat import CACHE_ARGUMENT, cache_argument
-from tiny_models import TINY_MODELS
-
-everywhere = pytest.mark.parametrize(
-    ("name", "strategy"), [(name, strategy) for name in TINY_MODELS for strategy in STRATEGIES]
+from generation.oracles import (
+    COMBINATIONS,
+    FULL_ATTENTION,
+    NEW_TOKENS,
+    STRATEGIES,
+    WINDOWED,
+    counted,
+    generated,
+    pad_left,
+    tokens,
 )
+from hf_prefix_cache.compat import CACHE_ARGUMENT, cache_argument
+
+everywhere = pytest.mark.parametrize(("name", "strategy"), COMBINATIONS)
 ROOM = 64
 
 
@@ -84,8 +91,7 @@ def test_a_prompt_that_is_cached_whole(name, strategy, knows, tiny_model):
     assert count.calls[0] == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", FULL_ATTENTION)
+@pytest.mark.parametrize(("name", "strategy"), [pair for pair in COMBINATIONS if pair[0] in FULL_ATTENTION])
 def test_a_cache_longer_than_the_prompt(name, strategy, tiny_model):
     model, prompt = tiny_model(name), tokens(1, 20)
     output, _ = continued(model, prompt[:, :8], filled(model, prompt, strategy))
@@ -135,8 +141,7 @@ def test_a_fresh_cache_is_filled_and_knows_its_tokens(name, strategy, tiny_model
     assert count.calls[0] == 2 * 5
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize(("name", "strategy"), [pair for pair in COMBINATIONS if pair[0] in ("llama", "bloom")])
 def test_a_padded_batch_that_came_from_the_store_goes_back_in(name, strategy, tiny_model):
     """The store puts the shared prefix first and the padding behind it: the cache must remember where."""
     model, prefix = tiny_model(name), tokens(10)
@@ -311,3 +316,15 @@ def test_dropping_the_last_reference_frees_the_tensors(strategy, tiny_model):
     del cache, output
     gc.collect()
     assert not [tensor for tensor in held if tensor() is not None]
+
+
+def test_a_cache_goes_in_under_either_keyword_where_transformers_knows_both(tiny_model):
+    model, prompt = tiny_model("llama"), tokens(1, 20)
+    for keyword in ("past_key_values", "cache"):
+        cache = filled(model, prompt[:, :13], "prefix-dynamic")
+        if keyword == CACHE_ARGUMENT or keyword == "past_key_values":
+            assert torch.equal(generated(model, prompt, **{keyword: cache}), generated(model, prompt))
+            assert hpc.last_report(model).reused_tokens == 13
+        else:
+            with pytest.raises(ValueError, match="cache"):
+                generated(model, prompt, **{keyword: cache})

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 import hf_prefix_cache as hpc
-from generation.oracles import STRATEGIES, generated, tokens
+from generation.oracles import STATIC_BLOOM, STRATEGIES, generated, tokens
 from tiny_models import DECODER, build
 
 
@@ -78,6 +78,16 @@ def test_models_that_keep_their_state_elsewhere_are_refused_by_name():
     model = build(XLNetConfig(vocab_size=99, d_model=16, n_layer=1, n_head=2, d_inner=16))
     with pytest.raises(hpc.PrefixCacheError, match="XLNet"):
         generated(model, tokens(1, 6), cache_implementation="prefix-dynamic")
+
+
+@pytest.mark.skipif(STATIC_BLOOM, reason="this release of Transformers runs Bloom on static caches")
+def test_bloom_is_refused_by_name_where_it_cannot_run_on_static_caches(tiny_model):
+    model = tiny_model("bloom")
+    with pytest.raises(hpc.UnsupportedModelError, match="BloomForCausalLM does not generate on static caches"):
+        generated(model, tokens(1, 6), cache_implementation="prefix-static")
+    cache = hpc.PrefixStaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(hpc.UnsupportedModelError, match="BloomForCausalLM does not generate on static caches"):
+        generated(model, tokens(1, 6), **hpc.compat.cache_argument(cache))
 
 
 def test_a_cache_and_a_name_together_are_refused_as_in_transformers(tiny_model):

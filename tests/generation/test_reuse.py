@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
-from generation.oracles import FULL_ATTENTION, STRATEGIES, WINDOWED, Checker, generated, pad_left, tokens
+from generation.oracles import COMBINATIONS, FULL_ATTENTION, WINDOWED, Checker, generated, pad_left, tokens
 from tiny_models import TINY_MODELS
 
 _known = {name: {} for name in TINY_MODELS}  # uncached results, for both strategies
 
 
-@pytest.fixture(params=[f"{name}-{strategy}" for name in TINY_MODELS for strategy in STRATEGIES])
+@pytest.fixture(params=[f"{name}-{strategy}" for name, strategy in COMBINATIONS])
 def check(request, tiny_model):
     name, strategy = request.param.split("-", 1)
     return Checker(tiny_model(name), strategy, _known[name])

@@ -25,7 +25,7 @@ from .keep import keep_rows
 from .own_cache import continue_own_cache, remember_ids, tell_padding
 from .prefill import reuse_prefix
 from .strategies import growing_cache
-from .support import check_assisted, check_model, check_own_assisted, why_not_assisted
+from .support import check_assisted, check_model, check_own_assisted, check_static, why_not_assisted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +70,7 @@ def _prepare_cache(
     if call is not None and not generation_config.is_assistant:
         call.rows_continue = generation_mode.value in _ROWS_CONTINUE
         if isinstance(passed, PrefixCache):
+            check_static(self, passed)
             call.cache, call.is_own_cache = passed, True
         elif is_ours and passed is None:
             call.copies = max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -104,6 +105,7 @@ def _make_cache(
     else:
         length = static_cache_length(model, max(max_cache_length, generation_config.max_cache_len or 0))
         call.cache = PrefixStaticCache(config=model.config, max_cache_len=length, max_batch_size=rows)
+        check_static(model, call.cache)
         if model_kwargs.get("attention_mask") is None and keeps_padding_mask(model.config):
             shape = (rows, int(generation_config._mask_length or 0))
             model_kwargs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=model.device)

@@ -9,14 +9,14 @@ from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
-from ..compat import drafts_from_tokens, generation_mixin
+from ..compat import drafts_from_tokens, generation_mixin, runs_on_static_caches
 from ..exceptions import UnsupportedModelError
 from ..layers import DYNAMIC_KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["check_assisted", "check_model", "check_own_assisted", "why_not_assisted"]
+__all__ = ["check_assisted", "check_model", "check_own_assisted", "check_static", "why_not_assisted"]
 
 
 def check_model(model: PreTrainedModel, strategy: str) -> None:
@@ -53,6 +53,15 @@ def check_assisted(model: PreTrainedModel, cache: PrefixCache) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has windows, from which a static cache cannot take rejected drafts back; use "
             "'prefix-dynamic' for assisted decoding and prompt lookup"
+        )
+
+
+def check_static(model: PreTrainedModel, cache: PrefixCache) -> None:
+    """Raise `UnsupportedModelError` where ``generate`` of this release cannot run ``model`` on a static cache."""
+    if isinstance(cache, PrefixStaticCache) and not runs_on_static_caches(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not generate on static caches in this release of Transformers; use "
+            "'prefix-dynamic', or install a newer one"
         )
 
 
