@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
+from hf_prefix_cache.compat import CACHE_ARGUMENT
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
 
@@ -19,7 +20,8 @@ def longer(ids, tokens):
     return torch.cat([ids, torch.randint(3, 99, (1, tokens))], dim=1)
 
 
-@pytest.fixture(params=["llama", "gemma3_text", "mamba", "jamba", "lfm2"])
+# Mamba names its cache otherwise before 5.24, and is refused there.
+@pytest.fixture(params=["llama", "gemma3_text", "jamba", "lfm2", *(["mamba"] if CACHE_ARGUMENT == "cache" else [])])
 def wrapped(request):
     return hpc.PrefixCachedModel(MODELS[request.param]())
 

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import CACHE_ARGUMENT, resumes_in_one_call
+from hf_prefix_cache.compat import CACHE_ARGUMENT, resumes_in_one_call, takes_cache
 from recurrent_models import RECURRENT_MODELS
 
 TOKENS = 24
@@ -120,12 +120,24 @@ def test_rows_are_reordered_repeated_and_selected_together(model, strategy):
     torch.testing.assert_close(logits, expected[[1, 0]], atol=2e-3, rtol=0)
 
 
+def test_models_that_name_their_cache_otherwise_are_refused_by_name(model, strategy):
+    if takes_cache(model):
+        return
+    ids = torch.randint(3, 99, (1, 6))
+    with pytest.raises(hpc.UnsupportedModelError, match="5.24"):
+        model.generate(ids, cache_implementation=strategy, **OPTIONS)
+    with pytest.raises(hpc.UnsupportedModelError, match="5.24"):
+        hpc.PrefixCachedModel(model).prefill(ids)
+
+
 @pytest.mark.parametrize(
     "extra",
     [{}, {"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}],
     ids=["greedy", "sample", "beams", "returned"],
 )
 def test_generate_equals_the_uncached_call_and_reuses(model, strategy, extra):
+    if not takes_cache(model):
+        return  # refused, see above
     hpc.store_for(model).clear()
     options = {**OPTIONS, **extra}
     first = torch.randint(3, 99, (1, 20))
@@ -143,6 +155,8 @@ def test_generate_equals_the_uncached_call_and_reuses(model, strategy, extra):
 
 
 def test_padded_batches_are_computed_afresh_and_say_so(model, strategy):
+    if not takes_cache(model):
+        return  # refused, see above
     ids = torch.randint(3, 99, (2, 12))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0

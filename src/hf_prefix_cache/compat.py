@@ -40,6 +40,7 @@ __all__ = [
     "resumes_in_one_call",
     "runs_on_static_caches",
     "takes_attention_interface",
+    "takes_cache",
 ]
 
 _GENERATION = "transformers.generation.utils"
@@ -173,6 +174,11 @@ def keeps_padding_mask(config: PreTrainedConfig) -> bool:
 def takes_attention_interface(model: PreTrainedModel) -> bool:
     """Return whether ``model`` hands keys from its cache to Transformers' ``sdpa`` attention interface."""
     return bool(model._supports_attention_backend) and attention_implementation(decoder_config(model.config)) == "sdpa"
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Return whether ``model`` takes a cache by the name `CACHE_ARGUMENT`; Mamba's own classes do from 5.24 on."""
+    return CACHE_ARGUMENT in inspect.signature(model.forward).parameters
 
 
 def generation_mixin() -> type:

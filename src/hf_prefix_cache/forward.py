@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .caches import PrefixCache
-from .compat import cache_argument, decoder_config, resumes_in_one_call
+from .compat import cache_argument, decoder_config, resumes_in_one_call, takes_cache
+from .exceptions import UnsupportedModelError
 from .layers import PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
 
@@ -35,7 +36,15 @@ def feed(
         input_ids: Tokens without padding, ``[rows, tokens]``.
         cache: Grows by them.
         chunk_size: Tokens per forward call; None feeds all at once.
+
+    Raises:
+        UnsupportedModelError: The model takes its cache by another name on this release.
     """
+    if not takes_cache(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes its cache by a name of its own on this Transformers release, where prefixes "
+            "cannot be reused with it; install transformers>=5.24"
+        )
     ids = input_ids.to(model.device)
     while ids.shape[1]:
         size = 1 if cache.seq_length and takes_single_tokens(model, cache) else chunk_size or ids.shape[1]

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
-from ..compat import drafts_from_tokens, generation_mixin, runs_on_static_caches
+from ..compat import drafts_from_tokens, generation_mixin, runs_on_static_caches, takes_cache
 from ..exceptions import UnsupportedModelError
 from ..layers import DYNAMIC_KINDS
 
@@ -39,6 +39,11 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
                 f"{name} has its own {method}, so {strategy!r} cannot reuse a prefix exactly there; leave "
                 "cache_implementation out"
             )
+    if not takes_cache(model):
+        raise UnsupportedModelError(
+            f"{name} takes its cache by a name of its own on this Transformers release, so {strategy!r} does not serve "
+            "it there; install transformers>=5.24, or leave cache_implementation out"
+        )
     generator: Any = model
     if not generator._supports_default_dynamic_cache():
         raise UnsupportedModelError(
