@@ -124,9 +124,9 @@ def test_models_that_name_their_cache_otherwise_are_refused_by_name(model, strat
     if takes_cache(model):
         return
     ids = torch.randint(3, 99, (1, 6))
-    with pytest.raises(hpc.UnsupportedModelError, match="5.24"):
+    with pytest.raises(hpc.UnsupportedModelError, match=r"5\.24"):
         model.generate(ids, cache_implementation=strategy, **OPTIONS)
-    with pytest.raises(hpc.UnsupportedModelError, match="5.24"):
+    with pytest.raises(hpc.UnsupportedModelError, match=r"5\.24"):
         hpc.PrefixCachedModel(model).prefill(ids)
 
 

@@ -42,8 +42,8 @@ def feed(
     """
     if not takes_cache(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} takes its cache by a name of its own on this Transformers release, where prefixes "
-            "cannot be reused with it; install transformers>=5.24"
+            f"{type(model).__name__} takes its cache by a name of its own on this Transformers release, where "
+            "prefixes cannot be reused with it; install transformers>=5.24"
         )
     ids = input_ids.to(model.device)
     while ids.shape[1]:

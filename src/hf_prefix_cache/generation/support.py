@@ -41,8 +41,8 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
             )
     if not takes_cache(model):
         raise UnsupportedModelError(
-            f"{name} takes its cache by a name of its own on this Transformers release, so {strategy!r} does not serve "
-            "it there; install transformers>=5.24, or leave cache_implementation out"
+            f"{name} takes its cache by a name of its own on this Transformers release, so {strategy!r} does not "
+            "serve it there; install transformers>=5.24, or leave cache_implementation out"
         )
     generator: Any = model
     if not generator._supports_default_dynamic_cache():
