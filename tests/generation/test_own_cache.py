@@ -288,20 +288,55 @@ def test_a_cache_of_other_rows_is_refused(strategy, tiny_model):
     assert torch.equal(continued(model, prompts[:2], cache)[0], uncached(model, prompts[:2]))
 
 
-def test_an_interrupted_call_leaves_a_cache_that_knows_what_it_knows(tiny_model):
+class Interrupts:
+    """A streamer that raises at the first new token."""
+
+    def put(self, value):
+        if value.numel() == 1:
+            raise KeyboardInterrupt
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_an_interruption_what_the_cache_was_not_told_is_fed_again(strategy, tiny_model):
+    model, prompt = tiny_model("llama"), tokens(1, 12)
+    cache = filled(model, prompt[:, :8], strategy)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            continued(model, prompt, cache, streamer=Interrupts())
+    assert (cache.seq_length, cache.known_ids.shape[1]) == (12, 8)
+    other = torch.cat([prompt[:, :8], tokens(1, 9, seed=1)], dim=1)  # not what the interrupted call has fed
+    output, count = continued(model, other, cache)
+    assert torch.equal(output, uncached(model, other))
+    assert count.calls[0] == 9
+
+
+def test_a_window_that_was_interrupted_is_refused(tiny_model):
+    model, prompt = tiny_model("mistral"), tokens(1, 20)
+    cache = filled(model, prompt[:, :8], "prefix-dynamic")
+    with pytest.raises(KeyboardInterrupt):
+        continued(model, prompt, cache, streamer=Interrupts())
+    with pytest.raises(hpc.NotCroppableError, match="restore a snapshot"):
+        continued(model, prompt, cache)
+
+
+def test_a_forward_that_fails_half_way_is_noticed(tiny_model):
     model, prompt = tiny_model("llama"), tokens(1, 12)
     cache = filled(model, prompt[:, :8], "prefix-dynamic")
 
-    class Interrupts:
-        def put(self, value):
-            if value.numel() == 1:
-                raise KeyboardInterrupt
+    def fail(*_):
+        raise RuntimeError("out of memory")
 
-        def end(self):
-            pass
-
-    with pytest.raises(KeyboardInterrupt):
-        continued(model, prompt, cache, streamer=Interrupts())
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        continued(model, prompt, cache)
+    handle.remove()
+    with pytest.raises(
+        hpc.InputMismatchError, match=r"hold 8 to 12 tokens, since a forward on it has failed.*crop_to\(8\)"
+    ):
+        continued(model, prompt, cache)
     cache.crop_to(8)
     assert torch.equal(continued(model, prompt, cache)[0], uncached(model, prompt))
 

@@ -57,6 +57,7 @@ def continue_own_cache(
     rows, new = input_ids.shape if embeds is None else embeds.shape[:2]
     for layer in cache.layers:
         layer.check_rows(rows)
+    _check_whole(cache)
     held, mask = cache.seq_length, model_kwargs.get("attention_mask")
     covered = mask.shape[1] if mask is not None else (getattr(generation_config, "_mask_length", None) or new)
     if covered not in (new, held + new):
@@ -68,11 +69,15 @@ def continue_own_cache(
     total = new if is_complete else held + new
     to_generate = (generation_config.max_length or input_ids.shape[1]) - input_ids.shape[1] - 1
     reason = _why_anew(model, cache, total, total + to_generate, is_complete=is_complete)
-    kept = 0 if reason else min(held, total - 1)
+    known = cache.known_ids
+    # What the cache was not told, such as the tokens of a call that was interrupted, is fed again.
+    trusted = held if known is None or embeds is not None or not is_complete else known.shape[1]
+    kept = 0 if reason else min(trusted, total - 1)
     for layer in cache.layers:
         layer.check_room(total + to_generate - held)
     full_mask = _full_mask(cache, mask, (rows, kept, covered, total), input_ids.device)
-    known = torch.empty(1, 0, dtype=torch.long) if is_complete else cache.known_ids
+    if is_complete:
+        known = torch.empty(1, 0, dtype=torch.long)
     if reason:
         cache.reset()
     elif kept < held:
@@ -117,6 +122,16 @@ def remember_ids(sequences: torch.Tensor, call: Call) -> None:
         tokens = [row[int((~place).sum()) :] for row, place in zip(ids, places, strict=True)]
         ids = torch.zeros_like(ids).masked_scatter(places, torch.cat(tokens))
     cache.known_ids = torch.cat([before.expand(len(ids), -1), ids], dim=1)
+
+
+def _check_whole(cache: PrefixCache) -> None:
+    """Raise `InputMismatchError` if a forward has failed half-way, so that some layers hold its tokens."""
+    lengths = sorted({layer.seen() for layer in cache.layers})
+    if len(lengths) > 1:
+        raise InputMismatchError(
+            f"the layers of the cache hold {lengths[0]} to {lengths[-1]} tokens, since a forward on it has failed; "
+            f"call cache.crop_to({lengths[0]}), or restore a snapshot"
+        )
 
 
 def _begins_as(cache: PrefixCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
