@@ -18,6 +18,7 @@ HEAVY = (
     "scipy",
     "matplotlib",
     "bitsandbytes",
+    "hqq",
     "lm_eval",
     "rich",
 )

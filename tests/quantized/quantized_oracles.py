@@ -1,5 +1,8 @@
 """The slow, obvious form of a quantized layer: every row a list of tokens, each decoded from then on."""
 
+import importlib.util
+
+import pytest
 import torch
 
 import hf_prefix_cache as hpc
@@ -8,13 +11,22 @@ from hf_prefix_cache.layers.quantized import PrefixQuantizedLayer, PrefixQuantiz
 from hf_prefix_cache.layers.scratch import Scratch
 from hf_prefix_cache.quantization import make_scheme
 
-FORMATS = ({"nbits": 8}, {"nbits": 4, "quant_type": "nf4"}, {"nbits": 4, "quant_type": "fp4"})
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+
+FORMATS = [{"nbits": 8}, {"nbits": 4, "quant_type": "nf4"}, {"nbits": 4, "quant_type": "fp4"}]
+if importlib.util.find_spec("hqq"):
+    FORMATS += [{"backend": "hqq", "nbits": nbits} for nbits in (2, 3, 4, 8)]
 HEADS, KEY_DIM, VALUE_DIM = 2, 6, 4  # sizes of heads may differ, as in latent attention
 
 
-def scheme(*, nbits=4, quant_type=None, residual_length=5, exact_first=3):
+def name_of(form):
+    """A short name of a format, for the ids of tests."""
+    return form.get("quant_type") or f"{form.get('backend', '')}{form['nbits']}bit"
+
+
+def scheme(*, nbits=4, quant_type=None, backend="bitsandbytes", residual_length=5, exact_first=3):
     return make_scheme(
-        backend="bitsandbytes",
+        backend=backend,
         nbits=nbits,
         quant_type=quant_type,
         group_size=32,

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from quantized_oracles import FORMATS, scheme
+from quantized_oracles import FORMATS, name_of, scheme
 
 import hf_prefix_cache as hpc
 from hf_prefix_cache.exceptions import MissingPackageError, UnknownOptionError, UnsupportedModelError
@@ -62,7 +62,7 @@ def test_8_bits_are_within_half_a_step():
     assert bool((error <= 0.5 * steps * 1.002).all())
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_decoded_does_not_depend_on_what_is_decoded_with_it(form, dtype):
     how = scheme(**form)
@@ -81,6 +81,18 @@ def test_what_is_decoded_does_not_depend_on_what_is_decoded_with_it(form, dtype)
                 assert all(torch.equal(one, tensor[:, :, :1]) for one, tensor in zip(alone, part, strict=True))
 
 
+def test_hqq_takes_the_nearest_of_levels_at_equal_distance():
+    pytest.importorskip("hqq", reason="hqq is not installed: pip install hqq")
+    groups = torch.randn(1, 2, 3, 32, 6) * torch.tensor([0.1, 1, 3, 10, 0.5, 2]) + torch.arange(6) * 3
+    for nbits in (2, 3, 4, 8):
+        keys, values = (make(backend="hqq", nbits=nbits).keys, make(backend="hqq", nbits=nbits).values)
+        for quantizer, ranges, spread in ((keys, groups, -2), (values, groups.view(1, 2, 3, 3, 64), -1)):
+            step = (ranges.amax(spread, keepdim=True) - ranges.amin(spread, keepdim=True)) / (2**nbits - 1)
+            error = (decoded(quantizer, groups) - groups).abs().view(ranges.shape)
+            # Ranges are kept in half precision.
+            assert bool((error <= 0.5 * step + 2e-3 * ranges.abs().amax(spread, keepdim=True)).all())
+
+
 def test_zeros_and_huge_values_are_survived():
     for quantizer in (backend.EightBit(32), backend.FourBit(32, "nf4"), backend.FourBitByChannel(32, "nf4")):
         zeros = torch.zeros(1, 1, 1, 32, 4)
@@ -91,10 +103,13 @@ def test_zeros_and_huge_values_are_survived():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "gptq"}, "backend is 'gptq'; the backends are 'bitsandbytes'"),
+        ({"backend": "gptq"}, "backend is 'gptq'; the backends are 'bitsandbytes', 'hqq'"),
         ({"backend": "quanto"}, "'quanto', which Transformers' QuantizedCache has"),
         ({"backend": "fp8"}, "'fp8', which Transformers' QuantizedCache has"),
-        ({"nbits": 3}, "nbits is 3"),
+        ({"nbits": 3}, "nbits is 3, but the backend 'bitsandbytes' has 4 and 8 bits"),
+        ({"backend": "hqq", "nbits": 5}, "nbits is 5, but the backend 'hqq' has 2, 3, 4, 8 bits"),
+        ({"backend": "hqq", "quant_type": "nf4"}, "quant_type is 'nf4', which belongs to the backend 'bitsandbytes'"),
+        ({"backend": "hqq", "group_size": 0}, "group_size is 0"),
         ({"nbits": "4"}, "nbits is '4'"),
         ({"nbits": 8, "quant_type": "nf4"}, "quant_type is 'nf4', which belongs to 4 bits"),
         ({"quant_type": "int4"}, "quant_type is 'int4'"),
@@ -115,10 +130,11 @@ def test_a_size_of_heads_that_does_not_fill_blocks_is_refused_before_anything_is
         how.check(torch.zeros(1, 3), torch.zeros(1, 3))
 
 
-def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(MissingPackageError, match="pip install bitsandbytes"):
-        make()
+@pytest.mark.parametrize("package", ["bitsandbytes", "hqq"])
+def test_a_missing_package_is_named_with_its_install_command(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
+        make(backend=package)
 
 
 def test_a_release_that_decodes_otherwise_is_noticed_when_a_cache_is_made(monkeypatch):
@@ -135,10 +151,3 @@ def test_a_release_that_decodes_otherwise_is_noticed_when_a_cache_is_made(monkey
         monkeypatch.setitem(sys.modules, "bitsandbytes", package)
         with pytest.raises(MissingPackageError, match="does not decode what this version"):
             make()
-
-
-def test_importing_the_package_does_not_import_backends():
-    import subprocess
-
-    code = "import sys, hf_prefix_cache; assert 'bitsandbytes' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from quantized_oracles import FORMATS, new_cache, run
+from quantized_oracles import FORMATS, name_of, new_cache, run
 from transformers.cache_utils import QuantizedCache
 
 import hf_prefix_cache as hpc
@@ -29,7 +29,7 @@ def _without_gradients():
         yield
 
 
-@pytest.fixture(params=FORMATS, ids=lambda form: str(form.get("quant_type", "8bit")))
+@pytest.fixture(params=FORMATS, ids=name_of)
 def form(request):
     return {**request.param, "residual_length": 8}
 

@@ -9,6 +9,8 @@ from hf_prefix_cache.layers.quantized_run import QuantizedRun
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
 
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+
 LENGTH = 120
 SHORT = {"residual_length": 8}
 

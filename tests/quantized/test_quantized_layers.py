@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_oracles import FORMATS, OracleLayer, assert_equal, new_layer, random_tokens, scheme
+from quantized_oracles import FORMATS, OracleLayer, assert_equal, name_of, new_layer, random_tokens, scheme
 
 WINDOWS = (None, 40, 150)
 
@@ -15,7 +15,7 @@ def _without_gradients():
         yield
 
 
-@pytest.fixture(params=FORMATS, ids=lambda form: str(form.get("quant_type", "8bit")))
+@pytest.fixture(params=FORMATS, ids=name_of)
 def how(request):
     return scheme(**request.param)
 

@@ -8,6 +8,8 @@ import hf_prefix_cache as hpc
 from hf_prefix_cache.strategy import _BITS, predicted_bytes
 from tiny_models import TINY_MODELS
 
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+
 
 def held(model, strategy, length, **options):
     cache = hpc.PrefixDynamicCache(config=model.config)

@@ -7,6 +7,8 @@ import hf_prefix_cache as hpc
 from hf_prefix_cache.exceptions import LossyPrefixError, UnknownOptionError
 from tiny_models import TINY_MODELS
 
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+
 SHORT = {"nbits": 8, "residual_length": 8}
 
 

@@ -3,20 +3,23 @@
 from collections.abc import Callable
 
 from ..exceptions import UnknownOptionError
-from . import bitsandbytes_backend
+from . import bitsandbytes_backend, hqq_backend
 from .quantizer import Quantizer, Scheme
 
 __all__ = ["BACKENDS", "make_scheme"]
 
 _Make = Callable[[int, str | None, int | None], tuple[Quantizer, Quantizer]]
 
-_MAKERS: dict[str, _Make] = {"bitsandbytes": bitsandbytes_backend.make_quantizers}
+_MAKERS: dict[str, _Make] = {
+    "bitsandbytes": bitsandbytes_backend.make_quantizers,
+    "hqq": hqq_backend.make_quantizers,
+}
 
 BACKENDS = tuple(_MAKERS)
 """Names of the backends."""
 
-# Backends of Transformers' QuantizedCache: who asks for them is told what to use instead.
-_ELSEWHERE = ("quanto", "hqq", "fp8")
+# Further backends of Transformers' QuantizedCache: who asks for them is told what to use instead.
+_ELSEWHERE = ("quanto", "fp8")
 
 
 def make_scheme(

@@ -8,20 +8,18 @@ decodes ``table[code] * scale``, channels are first shifted and scaled to -1 to 
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..exceptions import MissingPackageError, UnknownOptionError, UnsupportedModelError
+from ..exceptions import UnknownOptionError
 from .quantizer import Quantizer
+from .scales import BLOCK, as_half, check_blocks, group_tokens_of
+from .trial import import_backend, try_out
 
 __all__ = ["make_quantizers"]
 
 _FOUR_BIT = ("nf4", "fp4")
-_GROUPS = (32, 64, 128)
-# Neighbouring values that share a scale, where scales are not by channel: the fewest that all kernels take.
-_BLOCK = 64
 # Blocks in which values of scale 1 are decoded: the scale is the same for all, so as few as the kernels take.
 _UNIT_BLOCK = 1024
 # 8-bit codes are levels of equal distance: bitsandbytes' own table is denser at zero, and its error twice as large.
@@ -48,21 +46,16 @@ def make_quantizers(nbits: int, quant_type: str | None, group_size: int | None) 
         raise UnknownOptionError(f"quant_type is {quant_type!r}, which belongs to 4 bits; leave it out with nbits=8")
     if nbits == 4 and quant_type not in (None, *_FOUR_BIT):
         raise UnknownOptionError(f"quant_type is {quant_type!r}; the 4-bit formats are {', '.join(_FOUR_BIT)}")
-    size = _GROUPS[0] if group_size is None else group_size
-    if size not in _GROUPS:
-        raise UnknownOptionError(
-            f"group_size is {group_size!r}; the backend 'bitsandbytes' has groups of {', '.join(map(str, _GROUPS))} "
-            "tokens"
-        )
+    size = group_tokens_of(group_size)
     quantizers: tuple[Quantizer, Quantizer]
     if nbits == 8:
         quantizers = EightBit(size), EightBit(size)
     else:
         name = quant_type or "nf4"
         quantizers = FourBitByChannel(size, name), FourBit(size, name)
-    version = _import().__version__
+    version = import_backend("bitsandbytes", "bitsandbytes").__version__
     for quantizer in quantizers:
-        _try_out(quantizer, version)
+        try_out(quantizer, "bitsandbytes", version, _TOLERANCE)
     return quantizers
 
 
@@ -84,7 +77,7 @@ class EightBit(Quantizer):
 
     def check(self, head_dim: int) -> None:
         """Raise unless whole blocks of heads of this size fill a group."""
-        _check_blocks(self.group_tokens, head_dim)
+        check_blocks(self.group_tokens, head_dim)
 
     def dequantize(self, packed: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         """Write the values into ``out``."""
@@ -93,7 +86,7 @@ class EightBit(Quantizer):
         state = functional.QuantState(
             absmax=scales.float().flatten(),
             code=_levels(out.device),
-            blocksize=_BLOCK,
+            blocksize=BLOCK,
             dtype=out.dtype,
         )
         out.copy_(functional.dequantize_blockwise(codes.flatten(), state).view(out.shape))
@@ -117,12 +110,12 @@ class FourBit(Quantizer):
 
     def check(self, head_dim: int) -> None:
         """Raise unless whole blocks of heads of this size fill a group."""
-        _check_blocks(self.group_tokens, head_dim)
+        check_blocks(self.group_tokens, head_dim)
 
     def dequantize(self, packed: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         """Write the values into ``out``."""
         codes, scales = packed
-        out.copy_(_decode(codes, scales.float().flatten(), _BLOCK, self.quant_type, out))
+        out.copy_(_decode(codes, scales.float().flatten(), BLOCK, self.quant_type, out))
 
 
 @dataclass(frozen=True)
@@ -140,8 +133,8 @@ class FourBitByChannel(Quantizer):
         """Return codes ``[rows, heads, groups, values / 2]``, scales and offsets ``[..., groups, head_dim]``."""
         groups = groups.float()
         lowest, highest = groups.aminmax(dim=-2)
-        offsets = _as_half((lowest + highest) / 2)
-        scales = _as_half(torch.maximum(highest - offsets.float(), offsets.float() - lowest))
+        offsets = as_half((lowest + highest) / 2)
+        scales = as_half(torch.maximum(highest - offsets.float(), offsets.float() - lowest))
         shifted = (groups - offsets.float()[..., None, :]) / _divisor(scales)[..., None, :]
         return _encode(shifted.flatten(-2), self.quant_type), scales, offsets
 
@@ -160,23 +153,9 @@ class FourBitByChannel(Quantizer):
 
 def _scaled_blocks(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``groups`` as blocks ``[rows, heads, groups, blocks, 64]`` from -1 to 1, and their scales."""
-    blocks = groups.float().flatten(-2).unflatten(-1, (-1, _BLOCK))
-    scales = _as_half(blocks.abs().amax(-1))
+    blocks = groups.float().flatten(-2).unflatten(-1, (-1, BLOCK))
+    scales = as_half(blocks.abs().amax(-1))
     return (blocks / _divisor(scales)[..., None]).clamp_(-1, 1), scales
-
-
-def _check_blocks(group_tokens: int, head_dim: int) -> None:
-    if group_tokens * head_dim % _BLOCK:
-        raise UnsupportedModelError(
-            f"{group_tokens} tokens with heads of size {head_dim} are no multiple of the {_BLOCK} values that share a "
-            "scale; use a group_size whose product with the size is one, or another strategy"
-        )
-
-
-def _as_half(scales: torch.Tensor) -> torch.Tensor:
-    """Return ``scales`` in float16: half the memory, and what is lost is lost before codes are chosen."""
-    highest = torch.finfo(torch.float16).max
-    return scales.clamp(-highest, highest).to(torch.float16)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:
@@ -222,42 +201,4 @@ def _levels(device: torch.device) -> torch.Tensor:
 
 
 def _package() -> Any:
-    """Return ``bitsandbytes.functional``.
-
-    Raises:
-        MissingPackageError: It cannot be imported.
-    """
-    return _import().functional
-
-
-def _import() -> ModuleType:
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise MissingPackageError(
-            f"the backend 'bitsandbytes' needs the package of that name, which cannot be imported ({error}); run "
-            "'pip install bitsandbytes'"
-        ) from error
-    return bitsandbytes
-
-
-@lru_cache
-def _try_out(quantizer: Quantizer, version: str) -> None:
-    """Raise `MissingPackageError` unless the installed package decodes what is encoded here."""
-    tokens = quantizer.group_tokens
-    values = torch.sin(torch.arange(8 * tokens, dtype=torch.float32)).view(1, 1, 2, tokens, 4)
-    decoded = torch.empty_like(values)
-    try:
-        quantizer.dequantize(quantizer.quantize(values), decoded)
-        error = float((decoded - values).abs().max())
-    except Exception as failure:
-        raise MissingPackageError(f"{_unfit(version)}: {failure}") from failure
-    if not error <= _TOLERANCE:
-        raise MissingPackageError(f"{_unfit(version)}: values from -1 to 1 come back with an error of {error:.2g}")
-
-
-def _unfit(version: str) -> str:
-    return (
-        f"bitsandbytes {version} does not decode what this version of hf-prefix-cache encodes; install a release that "
-        "does, such as 0.50, or use a newer hf-prefix-cache"
-    )
+    return import_backend("bitsandbytes", "bitsandbytes").functional
