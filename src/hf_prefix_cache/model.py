@@ -11,37 +11,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .caches import PrefixCache, PrefixQuantizedCache
-from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
+from .caches import PrefixCache
+from .compat import forget_rotary_state
 from .conversation import Branch
 from .exceptions import (
     BatchSizeError,
     InputMismatchError,
-    LossyPrefixError,
     SnapshotIncompleteError,
     UnknownOptionError,
-    UnsupportedModelError,
 )
-from .fingerprint import fingerprint_of
-from .forward import feed, has_running_state, takes_single_tokens
-from .generation import computes_randomly, given_prefix
+from .generation import given_prefix
 from .generation.call import CallOptions
-from .generation.strategies import CACHE_OPTIONS, single_cache
+from .generation.strategies import CACHE_OPTIONS
+from .prefixes import compute_prefix
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
 from .scoring import ContinuationScore, encode_pairs, loglikelihood
 from .snapshot import PrefixSnapshot
-from .store import PrefixStore, set_store, store_for
-from .suffixes import crosses_regime, forward_grouped
+from .store import PrefixStore, set_store
+from .suffixes import forward_behind
 from .validation import check_mask, check_strategy, check_token_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["PrefixCachedModel"]
-
-# Tokens of a prefix per forward call: bounds the memory of activations, and is long enough to keep the machine busy.
-_CHUNK = 2048
 
 
 class PrefixCachedModel:
@@ -118,31 +112,7 @@ class PrefixCachedModel:
         ids = encode_prefix(prefix, model=self.model, tokenizer=self.tokenizer, **template_options)
         if ids.shape[0] != 1:
             raise InputMismatchError(f"prefix has {ids.shape[0]} rows; a prefix is one row, prefill each on its own")
-        if computes_randomly(self.model):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} is in training mode with dropout, so a prefix would be another one "
-                "every time it is computed; call eval() first, or set its dropout to 0"
-            )
-        forget_rotary_state(self.model)
-        store, fingerprint, length = store_for(self.model), fingerprint_of(self.model), ids.shape[1]
-        limit = original_max_positions(self.model.config)
-        is_short = limit is None or length <= limit  # beyond it, all tokens have other keys, and only in one forward
-        cache = single_cache(self.strategy, self.model.config, self._cache_options)
-        key = cache.lossy_key if isinstance(cache, PrefixQuantizedCache) else None
-        known = store.match(ids[0], fingerprint, strategy=key) if is_short else None
-        if known is not None and known.seq_length == length:
-            if known.next_logits is not None and known.lossy_key == key:
-                return known
-            known = store.match(ids[0, :-1], fingerprint, strategy=key) if length > 1 else None
-        if known is not None:
-            cache.load(known, batch_size=1)
-        # In chunks, the later tokens of a quantized prefix would be computed from what the earlier ones lost.
-        chunk_size = _CHUNK if is_short and not cache.is_lossy else None
-        logits = feed(self.model, ids[:, cache.seq_length :], cache, chunk_size=chunk_size)
-        snapshot = cache.snapshot(model=self.model, input_ids=ids, next_logits=logits)
-        if is_short:
-            store.insert(snapshot)
-        return snapshot
+        return compute_prefix(self.model, ids, strategy=self.strategy, options=self._cache_options)
 
     def generate(
         self,
@@ -248,42 +218,17 @@ class PrefixCachedModel:
             torch.Size([2, 2, 32])
         """
         ids = check_token_ids(input_ids, vocabulary=vocabulary_size(self.model)).to(self.model.device)
-        forget_rotary_state(self.model)
         snapshot = self._snapshot(prefix)
         if snapshot.fingerprint is not None:
             snapshot.verify(self.model)
-        rows, new = ids.shape
         mask = torch.ones_like(ids, dtype=torch.bool)
         if attention_mask is not None:
-            mask = check_mask(attention_mask, rows=rows, cached=0, new=new).to(ids.device)
-        if not bool(mask.any(1).all()):
-            empty = int((~mask.any(1)).nonzero()[0])
-            raise InputMismatchError(f"attention_mask leaves row {empty} without any token; leave that row out")
-        if snapshot.is_lossy and snapshot.strategy != self.strategy:
-            raise LossyPrefixError(
-                f"prefix is lossy, filled by {snapshot.strategy!r}, and strategy is {self.strategy!r}; make the "
-                f"wrapper with strategy={snapshot.strategy!r}, or pass an exact prefix"
-            )
-        strategy: str = self.strategy if self.strategy != "prefix-auto" else "prefix-dynamic"
-        options: dict[str, Any] = {}
-        if strategy == "prefix-static":
-            options = {"max_cache_len": snapshot.seq_length + new}
-        elif strategy == "prefix-quantized":
-            options = {"quantize_own": False, **({} if snapshot.is_lossy else self._cache_options)}
-        reason = ""
-        if crosses_regime(self.model, snapshot, int(mask.sum(1).max())):
-            reason = "rows are so long that the model's rotary scaling changes, and are computed whole"
-        attends_fully = all(layer.window is None for layer in snapshot.layers) and not has_running_state(snapshot)
-        can_mask = attends_fully and positions_follow_mask(self.model.config)
-        is_padded, computed = not bool(mask.all()), int(mask.sum())
-        total = rows * snapshot.seq_length + computed
-        if reason or (is_padded and not can_mask) or takes_single_tokens(self.model, snapshot):
-            output, computed = forward_grouped(self.model, ids, mask, snapshot, **kwargs)
-        else:
-            cache = snapshot.to_cache(strategy, rows, **options)
-            prepared = cache.prepare_inputs(ids, mask if is_padded else None)
-            output = self.model(**prepared._asdict(), **cache_argument(cache), **kwargs)
-        record_report(self.model, GenerationReport(strategy, rows, total, computed, snapshot.seq_length, reason))
+            mask = check_mask(attention_mask, rows=ids.shape[0], cached=0, new=ids.shape[1]).to(ids.device)
+        options = {} if snapshot.is_lossy else self._cache_options
+        output, report = forward_behind(
+            self.model, ids, mask, snapshot, strategy=self.strategy, options=options, **kwargs
+        )
+        record_report(self.model, report)
         return output
 
     @property

@@ -1,4 +1,4 @@
-"""Suffixes behind one prefix where they cannot run as one padded batch: one forward for each length, unpadded."""
+"""Suffixes behind one prefix: one padded batch, or, where padding is not exact, one forward for each length."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .compat import cache_argument, forget_rotary_state, original_max_positions
-from .exceptions import SnapshotIncompleteError, UnsupportedModelError
-from .forward import cache_behind, takes_single_tokens
+from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
+from .exceptions import InputMismatchError, LossyPrefixError, SnapshotIncompleteError, UnsupportedModelError
+from .forward import cache_behind, has_running_state, takes_single_tokens
+from .report import GenerationReport
 from .snapshot import PrefixSnapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["GroupedOutput", "crosses_regime", "forward_grouped"]
+__all__ = ["GroupedOutput", "SuffixOutput", "crosses_regime", "forward_behind", "forward_grouped"]
 
 
 class GroupedOutput(NamedTuple):
@@ -27,6 +28,75 @@ class GroupedOutput(NamedTuple):
 
     output: Any
     computed_tokens: int
+
+
+class SuffixOutput(NamedTuple):
+    """What a forward behind a prefix gave.
+
+    Attributes:
+        output: The model's output.
+        report: What was asked for, reused and computed.
+    """
+
+    output: Any
+    report: GenerationReport
+
+
+def forward_behind(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    prefix: PrefixSnapshot,
+    *,
+    strategy: str,
+    options: dict[str, Any],
+    **kwargs: Any,
+) -> SuffixOutput:
+    """Run suffixes behind ``prefix``, in one forward where that is exact; see `PrefixCachedModel.forward`.
+
+    Args:
+        model: The model.
+        input_ids: The suffixes, ``[rows, tokens]``, padded on either side.
+        mask: True at tokens, bool ``[rows, tokens]``.
+        prefix: The prefix, of one row.
+        strategy: Cache strategy, ``prefix-auto`` included.
+        options: Options of its cache where it is ``prefix-quantized``.
+        **kwargs: Passed on to the model.
+
+    Raises:
+        InputMismatchError: A row without any token.
+        LossyPrefixError: The prefix is lossy and of another strategy.
+        SnapshotIncompleteError, UnsupportedModelError: As `forward_grouped`.
+    """
+    forget_rotary_state(model)
+    if not bool(mask.any(1).all()):
+        empty = int((~mask.any(1)).nonzero()[0])
+        raise InputMismatchError(f"attention_mask leaves row {empty} without any token; leave that row out")
+    if prefix.is_lossy and prefix.strategy != strategy:
+        raise LossyPrefixError(
+            f"prefix is lossy, filled by {prefix.strategy!r}, and strategy is {strategy!r}; make the wrapper with "
+            f"strategy={prefix.strategy!r}, or pass an exact prefix"
+        )
+    (rows, new), strategy = input_ids.shape, strategy if strategy != "prefix-auto" else "prefix-dynamic"
+    own_options: dict[str, Any] = {}
+    if strategy == "prefix-static":
+        own_options = {"max_cache_len": prefix.seq_length + new}
+    elif strategy == "prefix-quantized":
+        own_options = {"quantize_own": False, **options}
+    reason = ""
+    if crosses_regime(model, prefix, int(mask.sum(1).max())):
+        reason = "rows are so long that the model's rotary scaling changes, and are computed whole"
+    attends_fully = all(layer.window is None for layer in prefix.layers) and not has_running_state(prefix)
+    can_mask = attends_fully and positions_follow_mask(model.config)
+    is_padded, computed = not bool(mask.all()), int(mask.sum())
+    total = rows * prefix.seq_length + computed
+    if reason or (is_padded and not can_mask) or takes_single_tokens(model, prefix):
+        output, computed = forward_grouped(model, input_ids, mask, prefix, **kwargs)
+    else:
+        cache = prefix.to_cache(strategy, rows, **own_options)
+        prepared = cache.prepare_inputs(input_ids, mask if is_padded else None)
+        output = model(**prepared._asdict(), **cache_argument(cache), **kwargs)
+    return SuffixOutput(output, GenerationReport(strategy, rows, total, computed, prefix.seq_length, reason))
 
 
 def crosses_regime(model: PreTrainedModel, prefix: PrefixSnapshot, suffix_length: int) -> bool:

@@ -1,0 +1,67 @@
+"""Computing a prefix, or the part of it that is not known yet, and keeping it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .caches import PrefixQuantizedCache
+from .compat import forget_rotary_state, original_max_positions
+from .exceptions import UnsupportedModelError
+from .fingerprint import fingerprint_of
+from .forward import feed
+from .generation import computes_randomly
+from .generation.strategies import single_cache
+from .snapshot import PrefixSnapshot
+from .store import store_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["compute_prefix"]
+
+# Tokens of a prefix per forward call: bounds the memory of activations, and is long enough to keep the machine busy.
+_CHUNK = 2048
+
+
+def compute_prefix(
+    model: PreTrainedModel, input_ids: torch.Tensor, *, strategy: str, options: dict[str, Any]
+) -> PrefixSnapshot:
+    """Return a complete snapshot of ``input_ids`` ``[1, tokens]``, of which the model's store may know a part.
+
+    Args:
+        model: The model; the snapshot is kept in its store.
+        input_ids: The tokens.
+        strategy: Cache strategy that computes them.
+        options: Options of the strategy's cache.
+
+    Raises:
+        UnsupportedModelError: The model is in training mode with dropout.
+    """
+    if computes_randomly(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode with dropout, so a prefix would be another one every time it "
+            "is computed; call eval() first, or set its dropout to 0"
+        )
+    forget_rotary_state(model)
+    ids, length = input_ids, input_ids.shape[1]
+    store, fingerprint = store_for(model), fingerprint_of(model)
+    limit = original_max_positions(model.config)
+    is_short = limit is None or length <= limit  # beyond it, all tokens have other keys, and only in one forward
+    cache = single_cache(strategy, model.config, options)
+    key = cache.lossy_key if isinstance(cache, PrefixQuantizedCache) else None
+    known = store.match(ids[0], fingerprint, strategy=key) if is_short else None
+    if known is not None and known.seq_length == length:
+        if known.next_logits is not None and known.lossy_key == key:
+            return known
+        known = store.match(ids[0, :-1], fingerprint, strategy=key) if length > 1 else None
+    if known is not None:
+        cache.load(known, batch_size=1)
+    # In chunks, the later tokens of a quantized prefix would be computed from what the earlier ones lost.
+    chunk_size = _CHUNK if is_short and not cache.is_lossy else None
+    logits = feed(model, ids[:, cache.seq_length :], cache, chunk_size=chunk_size)
+    snapshot = cache.snapshot(model=model, input_ids=ids, next_logits=logits)
+    if is_short:
+        store.insert(snapshot)
+    return snapshot
