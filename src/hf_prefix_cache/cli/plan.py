@@ -31,8 +31,9 @@ def plan(
 ) -> None:
     """Tell how many tokens a file of requests takes: as plain rows, grouped, and with each token once.
 
-    Nothing is computed with a model. Prints the ideal speed-up, the levels of the prefix tree, the prefixes that weigh
-    most, a drawing of the tree, and with --model the memory that keys and values take.
+    Nothing is computed with a model. Prints the ideal speed-up, the levels of
+    the prefix tree, the prefixes that weigh most, a drawing of the tree, and
+    with --model the memory that keys and values take.
     """
     # Here, so that --help does not wait for PyTorch.
     from ..scoring import plan as plan_requests

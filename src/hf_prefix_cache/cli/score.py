@@ -59,8 +59,10 @@ def score(
 ) -> None:
     """Score the continuation of each line given its context; prefixes that lines share are computed once.
 
-    One JSON line comes out for each line that went in, in order: line, logprob, is_greedy and token_logprobs. Finished
-    work is kept beside the output while it goes on, so that the same command continues after an interruption.
+    One JSON line comes out for each line that went in, in order: line,
+    logprob, is_greedy and token_logprobs. Finished work is kept beside the
+    output while it goes on, so that the same command continues after an
+    interruption.
     """
     # Here, so that --help does not wait for PyTorch.
     from ..fingerprint import fingerprint_of
