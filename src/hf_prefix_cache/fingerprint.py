@@ -16,11 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedConfig
 
 from .compat import attention_implementation, decoder_config, original_max_positions
+from .exceptions import FingerprintMismatchError
+from .weights import Weight, input_device, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["fingerprint_of", "invalidate_fingerprint", "same_architecture"]
+__all__ = ["check_fingerprint", "fingerprint_of", "invalidate_fingerprint", "same_architecture"]
 
 _SAMPLES = 8  # values of each parameter that are compared at every call
 _WORDS = 2**14  # words of 8 bytes in a row that is summed at once: what a processor's cache holds
@@ -70,8 +72,9 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
     It covers class, configuration, attention implementation, and names, shapes, dtypes and values of parameters and
     buffers. All values are read once; later calls compare identities, version counters, optimizer steps and a few
-    values of each parameter, and read everything again only if one of them changed. A write that none of these shows
-    (single values through ``.data``) has to be told with `hpc.invalidate`.
+    values of each parameter, and read everything again only if one of them changed. Of weights that accelerate has
+    offloaded to disk, they compare the files' size and time. A write that none of these shows (single values through
+    ``.data``) has to be told with `hpc.invalidate`.
 
     Args:
         model: The model.
@@ -91,15 +94,16 @@ def fingerprint_of(model: PreTrainedModel) -> str:
         False
     """
     with _lock:
-        tensors = [*model.named_parameters(), *_constant_buffers(model)]
-        marks = (_optimizer_steps, _settings(model), *(_mark(tensor) for _, tensor in tensors))
-        samples = _sample([tensor for _, tensor in tensors])
+        weights = list(_constant_weights(model))
+        marks = (_optimizer_steps, _settings(model), *(weight.mark for weight in weights))
+        samples = _sample([weight.tensor for weight in weights])
         known = _known.get(model)
         if known is not None and known.marks == marks and torch.equal(known.samples, samples):
             return known.digest
         hasher = hashlib.sha256(_settings(model).encode())
-        for name, tensor in sorted(tensors, key=lambda item: item[0]):
-            hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_checksum(tensor)}\n".encode())
+        for weight in sorted(weights, key=lambda weight: weight.name):
+            tensor = weight.read()
+            hasher.update(f"{weight.name} {tuple(tensor.shape)} {tensor.dtype} {_checksum(tensor)}\n".encode())
         _known[model] = _Known(marks, samples, hasher.hexdigest())
         return _known[model].digest
 
@@ -108,6 +112,16 @@ def invalidate_fingerprint(model: PreTrainedModel) -> None:
     """Forget what is known of ``model``, so that the next `fingerprint_of` reads all of its values."""
     with _lock:
         _known.pop(model, None)
+
+
+def check_fingerprint(what: str, fingerprint: str, model: PreTrainedModel, *, allow_base: bool = False) -> None:
+    """Raise `FingerprintMismatchError` unless ``what`` was computed by ``model`` in the state that it is in."""
+    current = fingerprint_of(model)
+    if fingerprint != current:
+        raise FingerprintMismatchError(
+            f"{what} was computed by a model with fingerprint {fingerprint[:12]}, but {type(model).__name__} now has "
+            f"{current[:12]}: other weights, settings or dtype; prefill it again"
+        )
 
 
 def same_architecture(config: PreTrainedConfig, other: PreTrainedConfig) -> bool:
@@ -124,18 +138,18 @@ def _entries(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in _IRRELEVANT}
 
 
-def _constant_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers but for rotary frequencies that follow the sequence length: the configuration decides them."""
+def _constant_weights(model: PreTrainedModel) -> Iterator[Weight]:
+    """Yield the weights but for rotary frequencies that follow the sequence length: the configuration decides them."""
     follows_length = original_max_positions(model.config) is not None
-    for name, buffer in model.named_buffers():
-        if not (follows_length and name.endswith("inv_freq")):
-            yield name, buffer
+    for weight in weights_of(model):
+        if not (follows_length and weight.name.endswith("inv_freq")):
+            yield weight
 
 
 def _settings(model: PreTrainedModel) -> str:
     config = _entries(model.config)
     decoder = decoder_config(model.config)
-    kind = model.device.type
+    kind = input_device(model).type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     autocast = torch.get_autocast_dtype(kind) if is_on else None
     numerics = [str(autocast), torch.get_float32_matmul_precision()]
@@ -152,12 +166,6 @@ def _drops_out(model: PreTrainedModel, config: dict[str, object]) -> bool:
         ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value > 0
         for key, value in config.items()
     ) and any(module.training for module in model.modules())
-
-
-def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
-    # Tensors made in inference mode have no version counter and refuse the question.
-    version = None if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr() if tensor.device.type != "meta" else 0, version
 
 
 @torch.no_grad()
@@ -181,7 +189,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     nothing then. High bits are mixed into low ones before, since weights leave the highest bit as it is.
     """
     if tensor.device.type == "meta":
-        # Weights that are offloaded to disk cannot be read here: they equal only themselves, in this process.
+        # Weights without values, of a model that cannot run: they equal only themselves, in this process.
         return _process ^ id(tensor)
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:

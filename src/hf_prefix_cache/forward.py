@@ -12,6 +12,7 @@ from .compat import cache_argument, decoder_config, resumes_in_one_call, takes_c
 from .exceptions import UnsupportedModelError
 from .layers import PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
+from .weights import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ def feed(
             f"{type(model).__name__} takes its cache by a name of its own on this Transformers release, where "
             "prefixes cannot be reused with it; install transformers>=5.24"
         )
-    ids = input_ids.to(model.device)
+    ids = input_ids.to(input_device(model))
     while ids.shape[1]:
         size = 1 if cache.seq_length and takes_single_tokens(model, cache) else chunk_size or ids.shape[1]
         logits = next_token_logits(model, ids[:, :size], cache)

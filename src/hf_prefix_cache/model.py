@@ -31,6 +31,7 @@ from .snapshot import PrefixSnapshot
 from .store import PrefixStore, set_store
 from .suffixes import forward_behind
 from .validation import check_mask, check_strategy, check_token_ids, vocabulary_size
+from .weights import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -217,7 +218,7 @@ class PrefixCachedModel:
             >>> model.forward(suffixes, prefix=prefix, attention_mask=mask).logits.shape
             torch.Size([2, 2, 32])
         """
-        ids = check_token_ids(input_ids, vocabulary=vocabulary_size(self.model)).to(self.model.device)
+        ids = check_token_ids(input_ids, vocabulary=vocabulary_size(self.model)).to(input_device(self.model))
         snapshot = self._snapshot(prefix)
         if snapshot.fingerprint is not None:
             snapshot.verify(self.model)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .exceptions import InputMismatchError
 from .validation import check_token_ids, vocabulary_size
+from .weights import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,7 @@ def encode_prompts(
     vocabulary = vocabulary_size(model)
     if isinstance(prompts, torch.Tensor | np.ndarray):
         ids = check_token_ids(torch.as_tensor(prompts), name="prompts", vocabulary=vocabulary)
-        return ids.to(model.device), None
+        return ids.to(input_device(model)), None
     items = prompts if _is_batch(prompts) else [prompts]
     if not items:
         raise InputMismatchError("prompts is empty; pass at least one prompt")
@@ -61,7 +62,8 @@ def encode_prompts(
     for index, row in enumerate(tensors):
         ids[index, columns - len(row) :] = row
         mask[index, columns - len(row) :] = 1
-    return ids.to(model.device), mask.to(model.device)
+    device = input_device(model)
+    return ids.to(device), mask.to(device)
 
 
 def encode_prefix(

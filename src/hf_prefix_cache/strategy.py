@@ -16,6 +16,7 @@ from .caches.base import attention_layers
 from .compat import decoder_config, layer_specs, runs_on_static_caches
 from .exceptions import CacheCapacityError, InputMismatchError
 from .layers import DYNAMIC_KINDS
+from .weights import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,7 +156,7 @@ def choose_strategy(
     if memory_budget is not None and memory_budget < 1:
         raise InputMismatchError(f"memory_budget is {memory_budget}; it is a number of bytes, 1 or more")
     limit = getattr(decoder_config(model.config), "max_position_embeddings", None)
-    length, device = tokens or limit or 4096, model.device
+    length, device = tokens or limit or 4096, input_device(model)
     predictions = predicted_bytes(model.config, tokens=length, batch_size=batch_size, dtype=model.dtype, device=device)
     needed, free = predictions["prefix-dynamic"], free_bytes(device)
     allowed = free if memory_budget is None else min(free, memory_budget)
@@ -206,7 +207,7 @@ def _choose_small(
 
 def _why_dynamic(model: PreTrainedModel, tokens: int | None) -> str:
     """Return why static shapes gain nothing, or an empty string."""
-    if model.device.type == "cpu":
+    if input_device(model).type == "cpu":
         return "Transformers does not compile on the CPU, so static shapes gain nothing"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "the model is spread over devices, where static shapes do not compile"

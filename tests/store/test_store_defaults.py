@@ -83,4 +83,5 @@ def test_a_model_that_goes_takes_its_store_along(tiny_model):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_elsewhere_the_machines_memory_counts(device, monkeypatch):
     monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: SimpleNamespace(available=7))
-    assert defaults._free_bytes(SimpleNamespace(device=torch.device(device))) == 7
+    model = SimpleNamespace(device=torch.device(device), modules=lambda: [])
+    assert defaults._free_bytes(model) == 7

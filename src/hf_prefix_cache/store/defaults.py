@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from ..fingerprint import invalidate_fingerprint
+from ..weights import input_device
 from .prefix_store import PrefixStore
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def invalidate(model: PreTrainedModel) -> None:
 
 def _free_bytes(model: PreTrainedModel) -> int:
     """Return the bytes that are free where ``model`` is."""
-    device = model.device
+    device = input_device(model)
     if device.type not in ("cpu", "meta"):
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
         if ask is not None:
