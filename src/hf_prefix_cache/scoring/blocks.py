@@ -15,7 +15,7 @@ import torch
 
 from .tree import TokenTree
 
-__all__ = ["AttentionBlock", "attend_in_blocks", "attention_blocks"]
+__all__ = ["AttentionBlock", "attend_in_blocks", "attention_blocks", "takes_boolean_mask"]
 
 _LEAST, _MOST = 64, 128  # queries of a block; fewer make matrix products too small to be fast
 _WORTHWHILE = 0.9  # of the products with every key
@@ -29,7 +29,9 @@ class AttentionBlock(NamedTuple):
     keys: torch.Tensor
 
 
-def attention_blocks(tree: TokenTree, path: np.ndarray, start: int, stop: int) -> tuple[AttentionBlock, ...]:
+def attention_blocks(
+    tree: TokenTree, path: np.ndarray, start: int, stop: int, device: torch.device | str = "cpu"
+) -> tuple[AttentionBlock, ...]:
     """Cut the chunk ``[start, stop)`` below ``path`` into blocks; none if they would save little."""
     blocks, begin = [], start
     while begin < stop:
@@ -42,7 +44,7 @@ def attention_blocks(tree: TokenTree, path: np.ndarray, start: int, stop: int) -
         # Keys lie in the cache as the path, whose places are depths, and the chunk behind it.
         above = np.where(ancestors < start, tree.depths[ancestors], len(path) + ancestors - start)
         keys = np.concatenate([above, len(path) + np.arange(begin, end) - start])
-        blocks.append(AttentionBlock(begin - start, end - start, torch.from_numpy(keys)))
+        blocks.append(AttentionBlock(begin - start, end - start, torch.from_numpy(keys).to(device)))
         begin = end
     products = sum((block.stop - block.start) * len(block.keys) for block in blocks)
     everything = (stop - start) * (len(path) + stop - start)
@@ -50,7 +52,7 @@ def attention_blocks(tree: TokenTree, path: np.ndarray, start: int, stop: int) -
 
 
 def attend_in_blocks(
-    attend: Callable[..., Any], blocks: Sequence[AttentionBlock], prepared: dict[tuple[int, int], Any]
+    attend: Callable[..., Any], blocks: Sequence[AttentionBlock], prepared: dict[Any, Any]
 ) -> Callable[..., Any]:
     """Return scaled dot-product attention over ``blocks``, with the interface of Transformers' ``attend``.
 
@@ -70,13 +72,7 @@ def attend_in_blocks(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        if (
-            attention_mask is None
-            or attention_mask.shape != (1, 1, query.shape[2], key.shape[2])
-            or attention_mask.dtype != torch.bool
-            or kwargs.get("position_bias") is not None
-            or dropout
-        ):
+        if attention_mask is None or not takes_boolean_mask(query, key, attention_mask, dropout, kwargs):
             return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         heads, kv_heads = query.shape[1], key.shape[1]
         masks = _additive_masks(attention_mask, blocks, heads // kv_heads, query.dtype, prepared)
@@ -93,12 +89,20 @@ def attend_in_blocks(
     return attention
 
 
+def takes_boolean_mask(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, dropout: float, extras: dict[str, Any]
+) -> bool:
+    """Return whether ``mask`` alone, boolean for one row of tokens, says what attention sees."""
+    fits = mask.shape == (1, 1, query.shape[2], key.shape[2]) and mask.dtype == torch.bool
+    return fits and not dropout and extras.get("position_bias") is None
+
+
 def _additive_masks(
     mask: torch.Tensor,
     blocks: Sequence[AttentionBlock],
     repeats: int,
     dtype: torch.dtype,
-    prepared: dict[tuple[int, int], Any],
+    prepared: dict[Any, Any],
 ) -> list[torch.Tensor]:
     """Return each block's mask, ``[1, 1, repeats * queries, keys]``: 0 where visible, else the lowest number."""
     place = id(mask), repeats

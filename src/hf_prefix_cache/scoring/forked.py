@@ -131,15 +131,16 @@ class _Walk:
             asked = [np.arange(begin, end) for begin, end in bounds]
             which = np.concatenate(asked)
             rows = np.repeat(np.arange(len(places)), [len(part) for part in asked])
-            read_forward(
-                self.model,
-                self.tree.tokens[starts[:, None] + np.arange(size)],
-                self.probes,
-                self.order[which],
-                rows,
-                self.nodes[which] - starts[rows],
-                device=self.device,
-                use_cache=True,
-                **cache_argument(cache),
-            )
+            with cache.attend_shared_where_faster(self.model):
+                read_forward(
+                    self.model,
+                    self.tree.tokens[starts[:, None] + np.arange(size)],
+                    self.probes,
+                    self.order[which],
+                    rows,
+                    self.nodes[which] - starts[rows],
+                    device=self.device,
+                    use_cache=True,
+                    **cache_argument(cache),
+                )
             self.on_tokens(len(places) * size)

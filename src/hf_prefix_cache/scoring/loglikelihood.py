@@ -13,6 +13,7 @@ from ..compat import original_max_positions
 from ..exceptions import CacheCapacityError
 from .chunk_size import BatchLimits, default_limits
 from .forked import score_forked
+from .measured import AttentionChoice
 from .model_access import evaluation_mode, input_device, length_limit, prefix_token, uncompiled_model
 from .packed import score_packed
 from .probes import Probes
@@ -117,6 +118,7 @@ class _Call:
         self.unique_tokens = int((self.rows.lengths - self.rows.shared).sum())
         self.computed_tokens = 0
         self.plain_requests = 0
+        self.attention = ""
 
     def run(self, bar: Any, self_check: bool) -> None:
         """Score everything."""
@@ -148,6 +150,7 @@ class _Call:
             plain_requests=self.plain_requests,
             self_check=self.check,
             seconds=seconds,
+            attention=self.attention,
         )
 
     def _plain_ones(self) -> np.ndarray:
@@ -190,11 +193,17 @@ class _Call:
         on_tokens: Callable[[int], object],
     ) -> None:
         if route == "packed":
-            score_packed(self.model, build_tree(requests, rows), probes, limits=limits, on_tokens=on_tokens)
+            tree = build_tree(requests, rows)
+            score_packed(
+                self.model, tree, probes, limits=limits, on_tokens=on_tokens, on_choice=self._remember_attention
+            )
         elif route == "forked":
             score_forked(self.model, build_tree(requests, rows), probes, limits=limits, on_tokens=on_tokens)
         else:
             score_rows(self.model, requests, rows, probes, limits=limits, on_tokens=on_tokens)
+
+    def _remember_attention(self, choice: AttentionChoice) -> None:
+        self.attention = str(choice)
 
     def _warn_of_failure(self) -> None:
         warnings.warn(

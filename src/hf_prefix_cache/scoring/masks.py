@@ -5,7 +5,8 @@ registered for the model's attention implementation. While a packed forward runs
 positions handed to the function are depths in the tree, and what is no ancestor is masked. So every family of models
 gets the mask in the form its attention takes (boolean, additive, block mask), windows and chunks measure the right
 distance, and no setting of the model is touched. The wrapper acts in the thread that packs and passes every other
-call through; it is taken away when the last packed forward ends. Attention is wrapped likewise, to run in blocks.
+call through; it is taken away when the last packed forward ends. Attention is wrapped likewise, to run in blocks
+or, on an accelerator, in the way that was measured to be fastest.
 """
 
 import threading
@@ -21,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ..attention import install
 from ..exceptions import UnsupportedModelError
 from .blocks import AttentionBlock, attend_in_blocks
+from .measured import AttentionChoice, attend_as_measured
 
 __all__ = ["MASKED_IMPLEMENTATIONS", "TreeLayout", "packed_attention", "tree_layout"]
 
@@ -44,6 +46,7 @@ class TreeLayout:
         key_depths: Their depths, ``[cached + new]``.
         key_ends: One past the last descendant of each, ``[cached + new]``.
         blocks: How attention is cut where what is masked costs time; none to attend to everything at once.
+        on_choice: On an accelerator, where the way of attention is measured: called with the choice.
         prepared: Masks of the blocks, kept from layer to layer.
     """
 
@@ -53,7 +56,8 @@ class TreeLayout:
     key_depths: torch.Tensor
     key_ends: torch.Tensor
     blocks: tuple[AttentionBlock, ...] = ()
-    prepared: dict[tuple[int, int], Any] = field(default_factory=dict)
+    on_choice: Callable[[AttentionChoice], object] | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -66,7 +70,7 @@ def packed_attention(implementation: str) -> Iterator[None]:
         if not _users.get(implementation):
             _shadow(ALL_MASK_ATTENTION_FUNCTIONS, implementation, _tree_aware)
             if implementation == "sdpa":
-                _shadow(ALL_ATTENTION_FUNCTIONS, "sdpa", _block_aware)
+                _shadow(ALL_ATTENTION_FUNCTIONS, "sdpa", _layout_aware)
         _users[implementation] = _users.get(implementation, 0) + 1
     try:
         yield
@@ -102,9 +106,11 @@ def _unshadow(interfaces: Any, name: str) -> None:
         interfaces[name] = before  # it was an own entry, too
 
 
-def _block_aware(attend: Callable[..., Any]) -> Callable[..., Any]:
+def _layout_aware(attend: Callable[..., Any]) -> Callable[..., Any]:
     def attention(*args: Any, **kwargs: Any) -> Any:
         layout = _layout.get()
+        if layout is not None and layout.on_choice is not None:
+            return attend_as_measured(attend, layout.blocks, layout.prepared, layout.on_choice)(*args, **kwargs)
         if layout is None or not layout.blocks:
             return attend(*args, **kwargs)
         return attend_in_blocks(attend, layout.blocks, layout.prepared)(*args, **kwargs)

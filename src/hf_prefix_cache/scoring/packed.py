@@ -11,6 +11,7 @@ from ..compat import attention_implementation, cache_argument, decoder_config
 from .blocks import attention_blocks
 from .chunk_size import BatchLimits
 from .masks import TreeLayout, packed_attention, tree_layout
+from .measured import AttentionChoice, is_measured
 from .model_access import input_device
 from .probes import Probes
 from .tree import TokenTree
@@ -64,6 +65,7 @@ def score_packed(
     *,
     limits: BatchLimits,
     on_tokens: Callable[[int], object],
+    on_choice: Callable[[AttentionChoice], object] = lambda _: None,
 ) -> None:
     """Fill in ``probes`` by feeding every node of ``tree`` once.
 
@@ -75,6 +77,7 @@ def score_packed(
         probes: What to read; filled in place.
         limits: Tokens and probed tokens of a chunk at most.
         on_tokens: Called with the number of tokens of each finished chunk.
+        on_choice: Called with the way of attention that a layer takes, where ways are measured.
     """
     nodes = tree.nodes_at(probes.rows, probes.depths)
     order = np.argsort(nodes, kind="stable")
@@ -86,7 +89,7 @@ def score_packed(
         for start, stop in chunk_bounds(tree, np.unique(nodes), limits):
             begin, end = np.searchsorted(nodes, [start, stop])
             probed, places = np.unique(nodes[begin:end] - start, return_inverse=True)
-            logits = _feed(model, tree, cache, path, start, stop, probed, device)
+            logits = _feed(model, tree, cache, path, start, stop, probed, device, on_choice)
             if len(probed):
                 probes.read(order[begin:end], logits, places)
             del logits
@@ -103,6 +106,7 @@ def _feed(
     stop: int,
     probed: np.ndarray,
     device: torch.device,
+    on_choice: Callable[[AttentionChoice], object],
 ) -> torch.Tensor:
     """Return the logits at the ``probed`` places of the chunk, ``[probed, vocab]``."""
     keys = np.concatenate([path, np.arange(start, stop)])
@@ -117,7 +121,8 @@ def _feed(
         key_nodes,
         key_depths,
         key_ends,
-        attention_blocks(tree, path, start, stop) if device.type == "cpu" else (),
+        attention_blocks(tree, path, start, stop, device),
+        on_choice if is_measured(device) else None,
     )
     # The start of one row alone is what the model's own masks are made for, and faster with them.
     is_plain_row = len(path) == 0 and int(tree.depths[stop - 1]) == stop - start - 1

@@ -49,6 +49,8 @@ class ScoringReport:
         plain_requests: Requests scored as plain rows because another route is not exact for their length.
         self_check: How the self-check went.
         seconds: Time of the whole call.
+        attention: On an accelerator, the way of attention measured to be fastest for the last packed chunk, and what
+            each way took; empty elsewhere.
 
     Example:
         >>> report = ScoringReport(4, 400, 300, 100, 100, "packed", "all attention", 0, SelfCheck("passed"), 1.0)
@@ -66,6 +68,7 @@ class ScoringReport:
     plain_requests: int
     self_check: SelfCheck
     seconds: float
+    attention: str = ""
 
     @property
     def reused_tokens(self) -> int:

@@ -60,7 +60,7 @@ def forking_obstacle(model: Any) -> str | None:
         return "its forward takes no cache"
     if uses_virtual_tokens(model):
         return "PEFT puts learned tokens before every input"
-    has_running_state = any(spec.kind not in PATH_LAYERS for spec in layer_specs(model.config))
+    has_running_state = any(spec.has_running_state for spec in layer_specs(model.config))
     if has_running_state and not resumes_in_one_call(decoder_config(model.config)):
         return "it computes several tokens behind a prefix wrongly"
     try:

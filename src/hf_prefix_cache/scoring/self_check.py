@@ -9,6 +9,7 @@ import torch
 
 from ..compat import attention_implementation, decoder_config, layer_specs
 from ..fingerprint import fingerprint_of
+from ..tolerance import TOLERANCES, differences, typical_difference
 from .chunk_size import BatchLimits
 from .model_access import innermost_model, input_device
 from .probes import Probes
@@ -17,15 +18,7 @@ from .requests import TokenRequests, pack_requests
 from .rows import score_rows
 from .tree import SortedRows, sort_rows
 
-__all__ = ["TOLERANCES", "check_route", "length_thresholds"]
-
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
-"""Difference of log-probabilities that counts as rounding, by the model's dtype.
-
-From float32 on it is the largest of any token. In half precision the order of a sum alone moves single tokens by
-tenths, so there it is the mean over the sample, which finds gross errors only; the same code in float32 is held to
-1e-4.
-"""
+__all__ = ["check_route", "length_thresholds"]
 
 _SHORT = 40  # tokens of the sample that no threshold asks for
 _BRANCH = 8  # tokens of its branches, on either side of a threshold
@@ -113,21 +106,13 @@ def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], long
             score(sample, rows, found, max(_SHORT // 2, length // 4))
         except Exception as error:
             return SelfCheck("failed", tuple(lengths), None, tolerance, f"{type(error).__name__}: {error}")
-        differences = _differences(expected.logprobs, found.logprobs)
-        largest = max(largest, float(differences.max()))
-        deviation = float(differences.mean() if dtype.itemsize < 4 else differences.max())
+        apart = differences(torch.from_numpy(expected.logprobs), torch.from_numpy(found.logprobs))
+        largest = max(largest, float(apart.max()))
+        deviation = typical_difference(apart, dtype)
         if deviation > tolerance:
             reason = f"log-probabilities of rows of {length} tokens differ by {deviation:.2g}"
             return SelfCheck("failed", tuple(lengths), largest, tolerance, reason)
     return SelfCheck("passed", tuple(lengths), largest, tolerance)
-
-
-def _differences(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Return absolute differences; the same infinity or NaN on both sides is none, NaN on one side an infinite one."""
-    alike = (expected == found) | (np.isnan(expected) & np.isnan(found))
-    with np.errstate(invalid="ignore"):
-        differences = np.where(alike, 0.0, np.abs(expected - found))
-    return np.where(np.isnan(differences), np.inf, differences)
 
 
 def _sample(requests: TokenRequests, length: int) -> TokenRequests:
