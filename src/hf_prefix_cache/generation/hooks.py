@@ -21,7 +21,7 @@ from ..strategy import choose_strategy
 from ..validation import STRATEGIES
 from .call import Call, CallOptions, current_call, running_call
 from .columns import feed_columns
-from .keep import keep_rows
+from .keep import keep_before_last, keep_rows
 from .own_cache import continue_own_cache, remember_ids, tell_padding
 from .prefill import reuse_prefix
 from .strategies import growing_cache
@@ -137,7 +137,12 @@ def _prefill(
             unfed = unfed[:, first:]
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = None
-    outputs = original(self, unfed, generation_config, model_kwargs, is_first_iteration)
+    rest = keep_before_last(self, input_ids, unfed, model_kwargs, call, chunk_size=generation_config.prefill_chunk_size)
+    if rest is not unfed or takes_single_tokens(self, cache):
+        # One token is left, or all of them must go in together.
+        generation_config = copy.copy(generation_config)
+        generation_config.prefill_chunk_size = None
+    outputs = original(self, rest, generation_config, model_kwargs, is_first_iteration)
     if not call.is_own_cache and (not call.rows_continue or not all(layer.is_sliceable for layer in cache.layers)):
         # Later, the windows will have moved on, or the rows will be mixed.
         keep_rows(self, input_ids, call, next_logits=outputs.logits[:, -1])

@@ -3,22 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..compat import decoder_config
+from ..forward import has_running_state, takes_single_tokens
 from ..layers import RecurrentState
 from ..layers.quantized_state import quantized
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
 from .batch import PromptBatch
 from .call import Call
+from .columns import feed_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["keep_rows"]
+__all__ = ["keep_before_last", "keep_rows"]
+
+
+def keep_before_last(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    unfed: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    call: Call,
+    *,
+    chunk_size: int | None,
+) -> torch.Tensor:
+    """Keep the prompts without their last token, where nothing shorter can be taken from what is kept later.
+
+    A running state exists only where it was kept. With one a token before the end, a prompt that is asked again is
+    computed from there: its last token is always fed, for the logits that generation starts from.
+
+    Args:
+        model: The model.
+        input_ids: Complete prompts, ``[rows, columns]``.
+        unfed: Those of its columns that the cache does not hold yet.
+        model_kwargs: What ``generate`` passes to the model.
+        call: The call.
+        chunk_size: Columns per forward; None feeds all at once.
+
+    Returns:
+        What of ``unfed`` is left to feed.
+    """
+    cache, batch = call.cache, call.batch
+    if cache is None or batch is None or call.is_own_cache or batch.is_padded or not call.options.reuse:
+        return unfed
+    if not has_running_state(cache) or batch.columns < 2:
+        return unfed
+    rest = unfed[:, -1:]
+    if unfed.shape[1] > 1:
+        chunk_size = None if takes_single_tokens(model, cache) else chunk_size
+        feed_columns(model, unfed[:, :-1], cache, model_kwargs, chunk_size=chunk_size)
+    keep_rows(model, input_ids[:, :-1], call)
+    return rest
 
 
 def keep_rows(
