@@ -137,7 +137,8 @@ def _prefill(
             unfed = unfed[:, first:]
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = None
-    rest = keep_before_last(self, input_ids, unfed, model_kwargs, call, chunk_size=generation_config.prefill_chunk_size)
+    chunk_size = generation_config.prefill_chunk_size
+    rest = keep_before_last(self, input_ids, unfed, model_kwargs, call, chunk_size=chunk_size)
     if rest is not unfed or takes_single_tokens(self, cache):
         # One token is left, or all of them must go in together.
         generation_config = copy.copy(generation_config)
