@@ -16,8 +16,10 @@ __all__ = [
     "LossyPrefixError",
     "MissingPackageError",
     "NotCroppableError",
+    "OffloadError",
     "PrefixCacheError",
     "RequestError",
+    "SnapshotFileError",
     "SnapshotIncompleteError",
     "StoreIntegrityError",
     "UnknownOptionError",
@@ -81,6 +83,14 @@ class FingerprintMismatchError(PrefixCacheError, ValueError):
 
 class SnapshotIncompleteError(PrefixCacheError, ValueError):
     """A snapshot lacks what the operation needs (token ids, fingerprint or next logits)."""
+
+
+class SnapshotFileError(PrefixCacheError, ValueError):
+    """A snapshot file is cut off, damaged, of an unknown version, or not one at all."""
+
+
+class OffloadError(PrefixCacheError, OSError):
+    """The folder that offloaded keys and values go to cannot be written to, is gone, or has no room."""
 
 
 class InvalidBudgetError(PrefixCacheError, ValueError):

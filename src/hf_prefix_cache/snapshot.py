@@ -5,23 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from .exceptions import (
-    FingerprintMismatchError,
     LossyPrefixError,
     NotCroppableError,
     SnapshotIncompleteError,
     UnknownOptionError,
     UnknownStrategyError,
 )
-from .fingerprint import fingerprint_of
+from .fingerprint import check_fingerprint
 from .layers import LayerState
 from .layers.quantized_state import quantization_error, scheme_of
 from .quantization import QuantizationError
+from .snapshot_file import load_snapshot, prepare_snapshot
 from .storage import storage_bytes
 
 if TYPE_CHECKING:
@@ -193,8 +194,13 @@ class PrefixSnapshot:
         cache.load(self, batch_size=batch_size, allow_lossy=allow_lossy)
         return cache
 
-    def verify(self, model: PreTrainedModel) -> None:
+    def verify(self, model: PreTrainedModel, *, allow_base: bool = False) -> None:
         """Raise unless ``model`` is the one, in the state, that computed this prefix.
+
+        Args:
+            model: The model that is to continue it.
+            allow_base: Accept a prefix of its base model too, computed without its adapters. Right only where they
+                act later than the prefix ends, as activated LoRA does.
 
         Raises:
             SnapshotIncompleteError: The snapshot was taken without ``model=``.
@@ -204,12 +210,55 @@ class PrefixSnapshot:
             raise SnapshotIncompleteError(
                 "this snapshot does not know its model; take it with cache.snapshot(model=..., input_ids=...)"
             )
-        current = fingerprint_of(model)
-        if current != self.fingerprint:
-            raise FingerprintMismatchError(
-                f"this snapshot was computed by a model with fingerprint {self.fingerprint[:12]}, but "
-                f"{type(model).__name__} now has {current[:12]}: other weights, settings or dtype; prefill it again"
-            )
+        check_fingerprint("this snapshot", self.fingerprint, model, allow_base=allow_base)
+
+    def save(self, path: Path | str) -> None:
+        """Write the snapshot to a file that any process can load, in the form of safetensors.
+
+        The file is whole or not there: it is written beside ``path``, flushed to the disk, and then put in place of
+        what was there.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SnapshotIncompleteError: The snapshot lacks token ids or a fingerprint.
+
+        Example:
+            >>> import tempfile, torch, hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
+            >>> snapshot = hpc.PrefixCachedModel(model).prefill(torch.tensor([[1, 2, 3]]))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     snapshot.save(f"{folder}/rules.safetensors")
+            ...     hpc.PrefixSnapshot.load(f"{folder}/rules.safetensors", model=model).input_ids
+            tensor([[1, 2, 3]])
+        """
+        prepare_snapshot(self).write(Path(path))
+
+    @staticmethod
+    def load(
+        path: Path | str, *, model: PreTrainedModel | None, unverified: bool = False, allow_base: bool = False
+    ) -> PrefixSnapshot:
+        """Return the snapshot in a file, after everything in it was checked.
+
+        On the CPU its tensors are the mapped file: they are read when they are used, and shared with other processes
+        that load it. The file may be replaced or removed meanwhile, but not written into.
+
+        Args:
+            path: A file that `save` wrote.
+            model: The model that is to continue it; must be the one, in the state, that computed it.
+            unverified: Load it all the same: with None for ``model``, or for a model with another fingerprint.
+            allow_base: Accept a prefix of the model's base, computed without its adapters; see `verify`.
+
+        Raises:
+            SnapshotFileError: The file is cut off, damaged, of an unknown version or not one at all.
+            FingerprintMismatchError: Another model computed it, or the model has changed since.
+            InputMismatchError: No model and not ``unverified``, or a model of another architecture.
+            OSError: The file cannot be opened.
+        """
+        return load_snapshot(path, model=model, unverified=unverified, allow_base=allow_base)
 
 
 def _check_options(strategy: str, options: dict[str, Any]) -> None:

@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 
 from ..exceptions import StoreIntegrityError
+from ..layers.crops import shortest_crop
 from . import page as pages
 from .entry import Key, Layout
 from .node import Boundary, Node
-from .states import shortest_crop
 from .tokens import token_at, token_count
 from .tree import PrefixTree
 

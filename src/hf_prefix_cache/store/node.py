@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..layers import LayerState
+from ..layers.crops import shortest_crop
 from .blocks import Block
 from .page import tensor_bytes
-from .states import copy_state, copy_tensor, shortest_crop
+from .states import copy_state, copy_tensor
 from .tokens import token_at, token_count
 
 __all__ = ["Boundary", "Node"]

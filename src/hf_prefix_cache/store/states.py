@@ -1,14 +1,15 @@
 """What stored states of layers have in common, whatever their kind."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from ..layers import AttentionState, LayerState
+from ..layers import AttentionState, KeptState, LayerState, NothingState, RecurrentState
 
-__all__ = ["copy_state", "copy_tensor", "shortest_crop"]
+_State = TypeVar("_State", AttentionState, KeptState, NothingState)
+
+__all__ = ["copy_state", "copy_tensor"]
 
 
 def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,25 +20,16 @@ def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_state(state: LayerState) -> LayerState:
     """Return ``state`` with tensors of their own, without spare room."""
-    if isinstance(state, AttentionState):
-        return _copy_attention(state)
+    if not isinstance(state, RecurrentState):
+        return _compacted(state)
     return replace(
         state,
         conv=tuple(None if tensor is None else copy_tensor(tensor) for tensor in state.conv),
         recurrent=tuple(None if tensor is None else copy_tensor(tensor) for tensor in state.recurrent),
-        attention=None if state.attention is None else _copy_attention(state.attention),
+        attention=None if state.attention is None else _compacted(state.attention),
     )
 
 
-def shortest_crop(states: Sequence[LayerState], length: int) -> int:
-    """Return the shortest prefix, of at least one token, to which ``states`` after ``length`` tokens can be cropped.
-
-    What can be cropped to some length can be cropped to all above: windows hold a run of tokens up to the last one.
-    """
-    lengths = range(1, length)
-    return 1 + bisect_left(lengths, True, key=lambda shorter: all(state.can_crop_to(shorter) for state in states))
-
-
-def _copy_attention(state: AttentionState) -> AttentionState:
+def _compacted(state: _State) -> _State:
     with torch.inference_mode(False), torch.no_grad():
         return state.compact()
