@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from ..caches import PrefixCache
 from ..compat import original_max_positions
 from ..exceptions import InputMismatchError, UnsupportedModelError
+from ..forward import has_running_state
 from ..report import GenerationReport, record_report
 from .batch import positions_of
 from .call import Call
@@ -73,6 +74,8 @@ def continue_own_cache(
     # What the cache was not told, such as the tokens of a call that was interrupted, is fed again.
     trusted = held if known is None or embeds is not None or not is_complete else known.shape[1]
     kept = 0 if reason else min(trusted, total - 1)
+    if is_complete and kept == held - 1 and has_running_state(cache) and not cache.can_crop_to(kept):
+        kept, reason = 0, "the cache holds the whole prompt, and its running state cannot go back by one token"
     for layer in cache.layers:
         layer.check_room(total + to_generate - held)
     full_mask = _full_mask(cache, mask, (rows, kept, covered, total), input_ids.device)
