@@ -23,12 +23,14 @@ from .exceptions import (
 from .generation import given_prefix
 from .generation.call import CallOptions
 from .generation.strategies import CACHE_OPTIONS
+from .layers.quantized_state import scheme_of
 from .prefixes import compute_prefix
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
 from .scoring import ContinuationScore, encode_pairs, loglikelihood
 from .snapshot import PrefixSnapshot
-from .store import PrefixStore, set_store
+from .store import PrefixStore, set_store, store_for
+from .strategy import StrategyChoice, choose_strategy
 from .suffixes import forward_behind
 from .validation import check_mask, check_strategy, check_token_ids, vocabulary_size
 from .weights import input_device
@@ -47,9 +49,15 @@ class PrefixCachedModel:
         tokenizer: Its tokenizer; needed for text and chat messages.
         strategy: Cache strategy of `prefill`, `generate` and `forward`: ``"prefix-dynamic"``, ``"prefix-static"``,
             ``"prefix-quantized"``, ``"prefix-offloaded"`` or ``"prefix-auto"``, which chooses for each call. Options
-            of ``"prefix-quantized"`` are read from the ``cache_config`` of ``model.generation_config``.
+            of the quantized and the offloaded one are read from the ``cache_config`` of ``model.generation_config``.
         store: Where prefixes are kept; by default the model's own, see `hpc.store_for`.
-        memory_budget: Bytes that kept prefixes may take; makes a store of that size.
+        memory_budget: Bytes that prefixes may take: makes a store of that size, and ``"prefix-auto"`` quantizes what
+            would not fit exactly into half of it (while a prefix is being kept, it is there twice); `choice` then
+            says what was given up.
+
+    Attributes:
+        choice: What `prefill` or `generate` chose last to keep to the budget, with its reasons; None before, and
+            without a budget.
 
     Raises:
         UnknownStrategyError: Another strategy.
@@ -80,6 +88,8 @@ class PrefixCachedModel:
         self.strategy = check_strategy(strategy)
         if store is not None and memory_budget is not None:
             raise UnknownOptionError("pass either store or memory_budget: a store has a budget of its own")
+        self._budget = memory_budget if strategy == "prefix-auto" else None
+        self.choice: StrategyChoice | None = None
         if memory_budget is not None:
             store = PrefixStore(max_bytes=memory_budget)
         if store is not None:
@@ -101,6 +111,7 @@ class PrefixCachedModel:
             InputMismatchError: Text without a tokenizer, or several rows.
             InvalidTokensError: Ids that are empty, not integers or out of the vocabulary.
             UnsupportedModelError: The model is in training mode with dropout.
+            CacheCapacityError: No strategy keeps the prefix within the budget.
 
         Example:
             >>> import torch, hf_prefix_cache as hpc
@@ -113,7 +124,14 @@ class PrefixCachedModel:
         ids = encode_prefix(prefix, model=self.model, tokenizer=self.tokenizer, **template_options)
         if ids.shape[0] != 1:
             raise InputMismatchError(f"prefix has {ids.shape[0]} rows; a prefix is one row, prefill each on its own")
-        return compute_prefix(self.model, ids, strategy=self.strategy, options=self._cache_options)
+        if self._budget is None:
+            return compute_prefix(self.model, ids, strategy=self.strategy, options=self._cache_options)
+        strategy, options = self._choose(rows=1, tokens=ids.shape[1])
+        snapshot = compute_prefix(self.model, ids, strategy=strategy, options=options)
+        # What the store kept shares its memory with the snapshot that it gives.
+        kept = store_for(self.model).match(ids[0], str(snapshot.fingerprint), strategy=snapshot.lossy_key)
+        is_whole = kept is not None and kept.seq_length == snapshot.seq_length and kept.next_logits is not None
+        return kept if kept is not None and is_whole else snapshot
 
     def generate(
         self,
@@ -156,16 +174,20 @@ class PrefixCachedModel:
             raise InputMismatchError(
                 "attention_mask goes with prompts that are a tensor; other prompts are padded here"
             )
+        snapshot = None if prefix is None else self._known_prefix(prefix)
         config = arguments.get("generation_config")
-        if config is not None and config.cache_implementation is None and "cache_implementation" not in arguments:
-            arguments["generation_config"] = config = copy.deepcopy(config)
-            config.cache_implementation = self.strategy
-        elif config is None:
-            arguments.setdefault("cache_implementation", self.strategy)
+        if "cache_implementation" not in arguments and (config is None or config.cache_implementation is None):
+            strategy, options = self._strategy_of(ids, arguments, snapshot)
+            if config is None:
+                arguments["cache_implementation"] = strategy
+            else:
+                arguments["generation_config"] = config = copy.deepcopy(config)
+                config.cache_implementation = strategy
+            if options:
+                arguments.setdefault("cache_config", options)
         generate: Any = self.model.generate
-        if prefix is None:
+        if snapshot is None:
             return generate(ids, **arguments)
-        snapshot = self._known_prefix(prefix)
         settings: Any = self.model.generation_config
         divergence = describe_divergence(
             ids,
@@ -226,11 +248,31 @@ class PrefixCachedModel:
         if attention_mask is not None:
             mask = check_mask(attention_mask, rows=ids.shape[0], cached=0, new=ids.shape[1]).to(ids.device)
         options = {} if snapshot.is_lossy else self._cache_options
-        output, report = forward_behind(
-            self.model, ids, mask, snapshot, strategy=self.strategy, options=options, **kwargs
-        )
+        strategy = snapshot.strategy if snapshot.is_lossy and self._budget is not None else self.strategy
+        output, report = forward_behind(self.model, ids, mask, snapshot, strategy=strategy, options=options, **kwargs)
         record_report(self.model, report)
         return output
+
+    def _choose(self, *, rows: int, tokens: int) -> tuple[str, dict[str, Any]]:
+        """Return the strategy that keeps to the budget, and its cache's options; remember why."""
+        budget = None if self._budget is None else self._budget // 2
+        self.choice = choose_strategy(self.model, tokens=tokens, batch_size=rows, memory_budget=budget)
+        if self.choice.strategy in CACHE_OPTIONS:
+            return self.choice.strategy, dict(self.choice.options)
+        return self.strategy, {}
+
+    def _strategy_of(
+        self, ids: torch.Tensor, arguments: dict[str, Any], prefix: PrefixSnapshot | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the strategy of a call of ``generate``, and options that it does not read by itself."""
+        if self._budget is None:
+            return self.strategy, {}
+        scheme = None if prefix is None else scheme_of(prefix.layers)
+        if prefix is not None and scheme is not None:
+            return prefix.strategy, dict(scheme.options)
+        settings = arguments.get("generation_config") or self.model.generation_config
+        new = arguments.get("max_new_tokens") or settings.max_new_tokens or 0
+        return self._choose(rows=ids.shape[0], tokens=ids.shape[1] + new)
 
     @property
     def _cache_options(self) -> dict[str, Any]:

@@ -103,6 +103,9 @@ def _token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     decoder = decoder_config(config)
     if not _windows(config):
         return 0
+    latent = getattr(decoder, "kv_lora_rank", None)
+    if latent:  # latent attention holds what keys and values are made of, and rotary keys for all heads
+        return (int(latent) + int(decoder.qk_rope_head_dim)) * dtype.itemsize
     heads = getattr(decoder, "num_key_value_heads", None) or decoder.num_attention_heads
     head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
     return 2 * int(heads) * int(head_dim) * dtype.itemsize

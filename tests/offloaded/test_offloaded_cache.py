@@ -8,7 +8,7 @@ import torch
 import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import CACHE_ARGUMENT, cache_argument
 from hf_prefix_cache.exceptions import BatchSizeError, NotCroppableError, UnsupportedLayerError
-from hf_prefix_cache.layers import offloaded
+from hf_prefix_cache.layers import fetch
 from hf_prefix_cache.layers.offloaded import OffloadedState, PrefixOffloadedLayer
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
@@ -27,11 +27,7 @@ def is_apart(request, monkeypatch):
     """With True, layers treat the host as a device apart, and fetch what they hold: the host stands for the device."""
     if request.param:
         monkeypatch.setattr(PrefixOffloadedLayer, "is_apart", True)
-        monkeypatch.setattr(
-            offloaded,
-            "_moved",
-            lambda segments, device: tuple(type(part)(*map(torch.clone, part)) for part in segments),
-        )
+        monkeypatch.setattr(fetch, "_moved", lambda segment, device: type(segment)(*map(torch.clone, segment)))
     return request.param
 
 
@@ -219,8 +215,11 @@ def test_bad_input_changes_nothing(is_apart):
     assert cache.seq_length == SPLIT
 
 
-def test_layers_of_another_kind_are_refused_by_name():
+def test_layers_of_another_kind_are_refused_by_name(monkeypatch):
     from transformers import AutoConfig
 
+    from hf_prefix_cache.layers import DYNAMIC_KINDS
+
+    monkeypatch.delitem(DYNAMIC_KINDS, "indexed_attention", raising=False)
     with pytest.raises(UnsupportedLayerError, match="PrefixOffloadedCache"):
         hpc.PrefixOffloadedCache(config=AutoConfig.for_model("glm_moe_dsa"))

@@ -14,20 +14,24 @@ from hf_prefix_cache.quantization import make_scheme
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
 
 FORMATS = [{"nbits": 8}, {"nbits": 4, "quant_type": "nf4"}, {"nbits": 4, "quant_type": "fp4"}]
+FORMATS += [{"nbits": 8, "value_nbits": 4}]
 if importlib.util.find_spec("hqq"):
     FORMATS += [{"backend": "hqq", "nbits": nbits} for nbits in (2, 3, 4, 8)]
+    FORMATS += [{"backend": "hqq", "nbits": 4, "value_nbits": 2}]
 HEADS, KEY_DIM, VALUE_DIM = 2, 6, 4  # sizes of heads may differ, as in latent attention
 
 
 def name_of(form):
     """A short name of a format, for the ids of tests."""
-    return form.get("quant_type") or f"{form.get('backend', '')}{form['nbits']}bit"
+    values = f"_{form['value_nbits']}bit_values" if "value_nbits" in form else ""
+    return form.get("quant_type") or f"{form.get('backend', '')}{form['nbits']}bit{values}"
 
 
-def scheme(*, nbits=4, quant_type=None, backend="bitsandbytes", residual_length=5, exact_first=3):
+def scheme(*, nbits=4, value_nbits=None, quant_type=None, backend="bitsandbytes", residual_length=5, exact_first=3):
     return make_scheme(
         backend=backend,
         nbits=nbits,
+        value_nbits=value_nbits,
         quant_type=quant_type,
         group_size=32,
         residual_length=residual_length,

@@ -85,12 +85,22 @@ def test_hqq_takes_the_nearest_of_levels_at_equal_distance():
     pytest.importorskip("hqq", reason="hqq is not installed: pip install hqq")
     groups = torch.randn(1, 2, 3, 32, 6) * torch.tensor([0.1, 1, 3, 10, 0.5, 2]) + torch.arange(6) * 3
     for nbits in (2, 3, 4, 8):
-        keys, values = (make(backend="hqq", nbits=nbits).keys, make(backend="hqq", nbits=nbits).values)
+        how = make(backend="hqq", nbits=nbits, group_size=32)
+        keys, values = how.keys, how.values
         for quantizer, ranges, spread in ((keys, groups, -2), (values, groups.view(1, 2, 3, 3, 64), -1)):
             step = (ranges.amax(spread, keepdim=True) - ranges.amin(spread, keepdim=True)) / (2**nbits - 1)
             error = (decoded(quantizer, groups) - groups).abs().view(ranges.shape)
             # Ranges are kept in half precision.
             assert bool((error <= 0.5 * step + 2e-3 * ranges.abs().amax(spread, keepdim=True)).all())
+
+
+def test_keys_and_values_of_different_bits_are_quantized_in_the_same_groups():
+    pytest.importorskip("hqq", reason="hqq is not installed: pip install hqq")
+    how = make(backend="hqq", nbits=8, value_nbits=4)
+    assert how.keys == make(backend="hqq", nbits=8).keys
+    assert how.values == make(backend="hqq", nbits=4, group_size=64).values
+    assert how.group_tokens == how.values.group_tokens == 64
+    assert make(nbits=4, value_nbits=8, quant_type="fp4").keys == make(quant_type="fp4").keys
 
 
 def test_zeros_and_huge_values_are_survived():
@@ -113,6 +123,13 @@ def test_zeros_and_huge_values_are_survived():
         ({"nbits": "4"}, "nbits is '4'"),
         ({"nbits": 8, "quant_type": "nf4"}, "quant_type is 'nf4', which belongs to 4 bits"),
         ({"quant_type": "int4"}, "quant_type is 'int4'"),
+        ({"value_nbits": 3}, "nbits is 3, but the backend 'bitsandbytes' has 4 and 8 bits"),
+        ({"nbits": 8, "value_nbits": 8, "quant_type": "nf4"}, "quant_type is 'nf4', which belongs to 4 bits"),
+        ({"exact_layers": [2]}, r"exact_layers is \[2\]; it is a list of numbers of the 2 layers"),
+        ({"exact_layers": "0"}, "exact_layers is '0'"),
+        ({"exact_layers": 0}, "exact_layers is 0"),
+        ({"exact_layers": [True]}, "exact_layers is"),
+        ({"exact_layers": [0, -1]}, "exact_layers names every layer"),
         ({"group_size": 48}, "group_size is 48"),
         ({"residual_length": -1}, "residual_length is -1"),
         ({"residual_length": 1.5}, "residual_length is 1.5"),

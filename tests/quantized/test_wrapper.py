@@ -74,6 +74,8 @@ def test_forward_continues_a_quantized_prefix_with_exact_suffixes(model, is_padd
 def test_forward_takes_exact_prefixes(model, strategy):
     prefix = hpc.PrefixCachedModel(model, strategy="prefix-dynamic").prefill(ids(1, 100))
     suffixes = ids(2, 6)
+    if strategy == "prefix-offloaded":
+        model.generation_config.cache_config = None
     with torch.no_grad():
         found = hpc.PrefixCachedModel(model, strategy=strategy).forward(suffixes, prefix=prefix).logits
         exact = hpc.PrefixCachedModel(model).forward(suffixes, prefix=prefix).logits
@@ -105,6 +107,9 @@ def test_a_conversation_branches_from_a_quantized_prefix(model):
 def test_offloaded_prefills_live_in_host_memory_and_are_exact(model):
     wrapped = hpc.PrefixCachedModel(model, strategy="prefix-offloaded")
     text = ids(1, 60)
+    with pytest.raises(UnknownOptionError, match="'nbits', 'residual_length', which 'prefix-offloaded'"):
+        wrapped.prefill(text)
+    model.generation_config.cache_config = None
     prefix = wrapped.prefill(text[:, :50])
     assert not prefix.is_lossy
     assert all(tensor.device.type == "cpu" for tensor in prefix.tensors)

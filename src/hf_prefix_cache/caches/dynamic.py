@@ -1,6 +1,6 @@
 """`PrefixDynamicCache`: grows in place, shares its prefix with snapshots and forks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..attention import install
-from ..compat import decoder_config
+from ..compat import LayerSpec, decoder_config
 from ..exceptions import UnsupportedModelError
 from ..layers import DYNAMIC_KINDS
 from ..layers.deferred import SharedPart
@@ -43,10 +43,13 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
     is_compileable = False  # Transformers would compile any subclass of DynamicCache whose layers allow it
 
     def __init__(self, *, config: PreTrainedConfig) -> None:
-        specs = attention_layers(config, type(self).__name__, DYNAMIC_KINDS)
-        layers: list[Any] = [DYNAMIC_KINDS[spec.kind](spec) for spec in specs]
-        Cache.__init__(self, layers=layers)
-        self._config, self._options = decoder_config(config), {}
+        self._make_layers(config, DYNAMIC_KINDS)
+        self._options = {}
+
+    def _make_layers(self, config: PreTrainedConfig, kinds: Mapping[str, Callable[[LayerSpec], Any]]) -> None:
+        specs = attention_layers(config, type(self).__name__, kinds)
+        Cache.__init__(self, layers=[kinds[spec.kind](spec) for spec in specs])
+        self._config = decoder_config(config)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -75,6 +78,11 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
             self._check_taken()
         finally:
             self.defer(False)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that all rows share, stored once, in layers of full attention."""
+        return max((getattr(layer, "shared_tokens", 0) for layer in self.layers if layer.is_sliceable), default=0)
 
     def defer(self, wanted: bool) -> None:
         """Begin or end what `attend_shared` does, where a ``with`` block does not fit."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench
 from .demo import demo
 from .eval import CONTEXT_SETTINGS as EVAL_CONTEXT
 from .eval import evaluate
@@ -49,6 +50,7 @@ app.command()(demo)
 app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
 app.command()(plan)
 app.command()(score)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

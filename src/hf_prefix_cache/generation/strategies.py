@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["CACHE_OPTIONS", "growing_cache", "single_cache"]
 
 CACHE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "prefix-quantized": tuple(name for name in inspect.signature(PrefixQuantizedCache).parameters if name != "config")
+    kind.strategy: tuple(name for name in inspect.signature(kind).parameters if name != "config")
+    for kind in (PrefixQuantizedCache, PrefixOffloadedCache)
 }
 """Options of strategies that ``cache_config`` may hold beside those of all."""
 
@@ -25,9 +26,12 @@ def growing_cache(strategy: str, config: PreTrainedConfig, options: dict[str, An
     """
     if strategy == "prefix-quantized":
         return PrefixQuantizedCache(config=config, **{"quantize_own": False, **options})
-    return PrefixOffloadedCache(config=config) if strategy == "prefix-offloaded" else PrefixDynamicCache(config=config)
+    if strategy == "prefix-offloaded":
+        return PrefixOffloadedCache(config=config, **options)
+    return PrefixDynamicCache(config=config)
 
 
 def single_cache(strategy: str, config: PreTrainedConfig, options: dict[str, Any]) -> PrefixCache:
     """Return a cache to compute a prefix in that calls of ``strategy`` start from."""
-    return growing_cache(strategy, config, {**options, "quantize_own": True})
+    own = {"quantize_own": True} if strategy == "prefix-quantized" else {}
+    return growing_cache(strategy, config, {**options, **own})

@@ -104,6 +104,11 @@ class PrefixDynamicLayer(DynamicLayer):
         return self._rows
 
     @property
+    def shared_tokens(self) -> int:
+        """Tokens that all rows share, stored once."""
+        return sum(segment.tokens for segment in self._shared if segment.rows == 1)
+
+    @property
     def is_sliceable(self) -> bool:
         """Whether every shorter prefix can be taken from it exactly."""
         return self.window is None
@@ -155,7 +160,9 @@ class PrefixDynamicLayer(DynamicLayer):
         if self._rows == 1:
             # Every row becomes the one there is: it is shared from now on, not repeated.
             if len(beam_idx) > 1:
-                self._shared, self._own = self.share().segments, None
+                if self._own is not None:
+                    self._own.freeze()
+                self._shared, self._own = self.attention_state().segments, None
         else:
             self._shared = tuple(segment.select(beam_idx) for segment in self._shared)
             self._own = None if self._own is None else self._own.select(beam_idx)
@@ -302,6 +309,7 @@ class PrefixDynamicSlidingWindowLayer(PrefixDynamicLayer, DynamicSlidingWindowLa
             surplus -= dropped
         if surplus > 0 and self._own is not None:
             self._own.drop_first(surplus)
+            self._own.give_back_room()
 
 
 def _last(segments: tuple[KeyValues, ...], tokens: int) -> tuple[KeyValues, ...]:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from ..exceptions import InputMismatchError
+from ..exceptions import OffloadError
 from ..quantization import Scheme
 from .dynamic import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
+from .fetch import Fetch
 from .growing import GrowingKeyValues
 from .quantized_run import QuantizedRun, join_runs
 from .quantized_state import QuantizedState
@@ -27,6 +28,7 @@ from .segments import (
     split,
 )
 from .state import AttentionState, KeyValues
+from .tiers import Tier, room_for
 
 __all__ = ["PrefixQuantizedLayer", "PrefixQuantizedSlidingWindowLayer"]
 
@@ -44,15 +46,25 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
         scheme: How it quantizes.
         scratch: Memory to decode into, shared by the layers of a cache.
         quantize_own: Whether tokens that are added are quantized, and not only those that are loaded.
+        tier: Where quantized tokens live, apart from the device that computes; None for on it.
     """
 
     _shared: Segments  # type: ignore[assignment]
 
-    def __init__(self, scheme: Scheme, scratch: Scratch, *, quantize_own: bool = True) -> None:
+    def __init__(
+        self, scheme: Scheme, scratch: Scratch, *, quantize_own: bool = True, tier: Tier | None = None
+    ) -> None:
         PrefixDynamicLayer.__init__(self)
         self.scheme, self.quantize_own = scheme, quantize_own
-        self._scratch = scratch
+        self._scratch, self._tier = scratch, tier
         self._own_runs = 0  # of the quantized runs, how many at the end nobody else holds
+        self.home = torch.device("cpu")  # the device that computes
+        self._fetch: Fetch[QuantizedRun] | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether quantized tokens live apart from the device that computes, in another memory."""
+        return self._tier is not None and self.home.type != "cpu"
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remember where and in which dtype the tokens live.
@@ -61,6 +73,7 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
             UnsupportedModelError: A dtype or size of heads that is not quantized.
         """
         self.scheme.check(key_states, value_states)
+        self.home = key_states.device
         super().lazy_initialization(key_states, value_states)
 
     def update(
@@ -76,33 +89,30 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
         Raises:
             BatchSizeError: The rows differ from those held.
             UnsupportedModelError: A dtype or size of heads that is not quantized.
+            OffloadError: A file was not written; nothing was added.
         """
         self._check_continued_by(key_states, value_states)
         new = KeyValues(key_states, value_states)
         visible = self._visible(new.tokens)
-        segments = (*self.attention_state().segments, new)
+        held = self.attention_state().segments
+        segments = (*held, new)
         if self._is_due(segments):
-            result = self._decode(segments, new.rows, visible)
+            result = self._decode((*self._present(held), new), new.rows, visible)
+            before = self._length, self._rows
             self._length, self._rows = self._length + new.tokens, new.rows
-            self._hold(segments)
+            try:
+                self._hold(segments)
+            except OffloadError:
+                (self._length, self._rows), self._own_runs = before, 0
+                raise
         else:
             self._append(key_states, value_states)
             self._length += new.tokens
-            result = self._decode(self.attention_state().segments, new.rows, visible)
+            result = self._decode(self._present(self.attention_state().segments), new.rows, visible)
         return result.keys, result.values
 
     def check_load(self, state: AttentionState, rows: int) -> None:
-        """Raise unless `load` would work.
-
-        Raises:
-            InputMismatchError: The state was quantized in another way.
-            UnsupportedModelError: A dtype or size of heads that is not quantized.
-        """
-        if isinstance(state, QuantizedState) and state.scheme != self.scheme:
-            raise InputMismatchError(
-                f"the prefix was quantized as {state.scheme.name}, but the cache quantizes as {self.scheme.name}; "
-                "make the cache with the options of the one that filled the prefix"
-            )
+        """Raise `UnsupportedModelError` for a dtype or size of heads that is not quantized."""
         for segment in state.segments:
             if isinstance(segment, KeyValues):
                 self.scheme.check(*segment)
@@ -115,13 +125,57 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
         segments: Segments = state.segments
         if self.quantize_own or not isinstance(state, QuantizedState):
             segments = quantize(segments, state.first, self.scheme, self._longest_run)
-        self.lazy_initialization(*_like(segments[-1]))
+        device = getattr(state, "home", None) or state.segments[-1].device
+        self.lazy_initialization(*_like(segments[-1], device))
+        if self._tier is None:
+            segments = tuple(part.to(device) if isinstance(part, QuantizedRun) else part for part in segments)
+        segments = self._kept(segments)
         self._shared, self._length, self._rows = segments, state.length, rows
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self._own_runs = 0
+        self._own_runs, self._fetch = 0, None
+
+    def crop_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens."""
+        self._fetch = None
+        super().crop_to(length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row ``i`` what row ``beam_idx[i]`` was; tokens that all rows share are not touched."""
+        self._fetch, self._own_runs = None, 0
+        super().reorder_cache(beam_idx)
+
+    def fetch(self, stream: torch.cuda.Stream | None) -> None:
+        """Begin to bring quantized tokens to the device that computes, unless that has begun."""
+        runs = runs_in(self._shared)
+        if self._tier is None or not runs:
+            return
+        if not self.is_apart:
+            self._tier.prefetch(part for run in runs for part in run)
+        elif self._fetch is None:
+            self._fetch = Fetch(runs, self.home, stream, self._tier)
+
+    def bytes_due(self, tokens: int, new: KeyValues | None = None) -> int:
+        """Return the most bytes of files that `update` with ``tokens`` tokens, such as ``new``, takes."""
+        held = self.attention_state().segments
+        sample = held[-1] if held else new
+        if self._tier is None or not self._tier.is_file or not self.quantize_own or sample is None:
+            return 0
+        count = count_tokens(after_runs(held)) + tokens
+        if not due_groups(count, self._length + tokens - count, self.scheme):
+            return 0
+        rows = self._rows or sample.rows
+        rejoined = runs_in(held)[len(runs_in(held)) - self._own_runs :]
+        parts = [count * rows * sample.bytes_per_token, *(part.nbytes for part in rejoined)]
+        return sum(room_for(part) for part in parts)
+
+    def bytes_to_load(self, state: AttentionState) -> int:
+        """Return the most bytes of files that `load` of ``state`` takes."""
+        if self._tier is None or not self._tier.is_file:
+            return 0
+        return sum(room_for(part.nbytes) for part in state.segments if not self._tier.holds(part))
 
     def share(self) -> QuantizedState:
         """Return what is held; no later operation of this layer changes its bytes. No copy."""
@@ -132,7 +186,8 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
     def attention_state(self) -> QuantizedState:
         """Return what is held as views, without freezing it: for questions, not for keeping."""
         state = super().attention_state()
-        return QuantizedState(state.segments, state.length, self.window, scheme=self.scheme)
+        home = None if self._tier is None else self.home
+        return QuantizedState(state.segments, state.length, self.window, scheme=self.scheme, home=home)
 
     def unshare(self) -> None:
         """Do nothing: what is quantized is decoded at every step, shared or not."""
@@ -167,7 +222,7 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
             segments = quantize(segments, self._length - count_tokens(segments), self.scheme, self._longest_run)
         self._own_runs = min(self._own_runs, known) + len(runs_in(segments)) - known
         tail = after_runs(segments)
-        self._shared = self._join_own(segments[: len(segments) - len(tail)])
+        self._shared = self._kept(self._join_own(segments[: len(segments) - len(tail)]))
         self._own = GrowingKeyValues(*own_copy(tail)) if tail else None
 
     def _join_own(self, segments: Segments) -> Segments:
@@ -184,6 +239,22 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
             self._own_runs -= 1
         return tuple(held)
 
+    def _kept(self, segments: Segments) -> Segments:
+        """Return ``segments`` with quantized ones where they are to live."""
+        tier = self._tier
+        if tier is None:
+            return segments
+        return tuple(part.kept(tier.keep(part)) if isinstance(part, QuantizedRun) else part for part in segments)
+
+    def _present(self, segments: Segments) -> Segments:
+        """Return ``segments``, all that is held, on the device that computes."""
+        if not self.is_apart or not runs_in(segments):
+            return segments
+        self.fetch(None)
+        moved = iter(() if self._fetch is None else self._fetch.take())
+        self._fetch = None
+        return tuple(next(moved) if isinstance(part, QuantizedRun) else part for part in segments)
+
     def _decode(self, segments: Segments, rows: int, tokens: int | None) -> KeyValues:
         """Return the last ``tokens`` tokens of ``segments`` (all for None) as one pair of tensors of ``rows`` rows."""
         if tokens is not None:
@@ -191,16 +262,18 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
         # What autograd saves for the backward pass must not be written over.
         if torch.is_grad_enabled() or not runs_in(segments):
             return join(exact(segments), rows)
-        sample = [_like(segment) for segment in segments]
-        dtype = reduce(torch.promote_types, (part.keys.dtype for part in sample))
+        *_, newest = segments
+        kinds = (part.dtype if isinstance(part, QuantizedRun) else part.keys.dtype for part in segments)
         total = count_tokens(segments)
-        shapes = ((rows, part.shape[1], total, part.shape[3]) for part in sample[0])
-        out = self._scratch.take(*shapes, device=sample[-1].keys.device, dtype=dtype)
+        shapes = ((rows, part.shape[1], total, part.shape[3]) for part in _like(newest, newest.device))
+        out = self._scratch.take(*shapes, device=newest.device, dtype=reduce(torch.promote_types, kinds))
         start = 0
         for segment in segments:
             target = out.slice(start, start + segment.tokens)
             if isinstance(segment, QuantizedRun):
                 segment.write(target)
+                if self._tier is not None:
+                    self._tier.release(segment)
             else:
                 target.keys.copy_(segment.keys)
                 target.values.copy_(segment.values)
@@ -208,7 +281,7 @@ class PrefixQuantizedLayer(PrefixDynamicLayer):
         return out
 
     def _gather(self, tokens: int | None = None) -> KeyValues:
-        segments = self.attention_state().segments
+        segments = self._present(self.attention_state().segments)
         if tokens is not None:
             segments = split(segments, count_tokens(segments) - tokens)[1]
         return join(exact(segments), self._rows or 1)
@@ -227,7 +300,9 @@ class PrefixQuantizedSlidingWindowLayer(PrefixQuantizedLayer, PrefixDynamicSlidi
     def __init__(self, sliding_window: int, scheme: Scheme, scratch: Scratch, *, quantize_own: bool = True) -> None:
         PrefixDynamicSlidingWindowLayer.__init__(self, sliding_window)
         self.scheme, self.quantize_own = scheme, quantize_own
-        self._scratch, self._own_runs = scratch, 0
+        self._scratch, self._tier = scratch, None  # windows are small: they stay on the device
+        self._own_runs, self._fetch = 0, None
+        self.home = torch.device("cpu")
         # A window drops whole runs: with several of them its storage shrinks as it moves on.
         size = scheme.group_tokens
         self._longest_run = max(size, sliding_window // 4 // size * size)
@@ -259,13 +334,13 @@ class PrefixQuantizedSlidingWindowLayer(PrefixQuantizedLayer, PrefixDynamicSlidi
         return is_long or super()._is_due(segments)
 
 
-def _like(segment: Segment) -> KeyValues:
-    """Return keys and values of no tokens, of the shape, dtype and device of those of ``segment``."""
+def _like(segment: Segment, device: torch.device) -> KeyValues:
+    """Return keys and values of no tokens on ``device``, of the shape and dtype of those of ``segment``."""
     if isinstance(segment, KeyValues):
-        return segment.slice(0, 0)
+        return KeyValues(*(part.to(device) for part in segment.slice(0, 0)))
     return KeyValues(
         *(
-            torch.empty((*packed[0].shape[:2], 0, size), dtype=segment.dtype, device=segment.device)
+            torch.empty((*packed[0].shape[:2], 0, size), dtype=segment.dtype, device=device)
             for packed, size in zip((segment.keys, segment.values), segment.head_dims, strict=True)
         )
     )

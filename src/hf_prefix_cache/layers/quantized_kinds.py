@@ -1,6 +1,7 @@
 """Which layer class of a quantized cache holds which of Transformers' layer types."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..compat import LayerSpec
@@ -9,17 +10,18 @@ from .hybrid import HybridLayer
 from .quantized import PrefixQuantizedLayer, PrefixQuantizedSlidingWindowLayer
 from .recurrent import PrefixRecurrentLayer
 from .scratch import Scratch
+from .tiers import Tier
 
-__all__ = ["QUANTIZED_KINDS"]
+__all__ = ["QUANTIZED_KINDS", "QuantizedParts"]
 
 
 class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):  # type: ignore[misc, override]
-    """A running state, which stays exact, beside full attention that is quantized."""
+    """A running state, which stays exact and on the device, beside full attention that is quantized."""
 
     is_compileable = False
 
-    def __init__(self, scheme: Scheme, scratch: Scratch, number_of_states: int, *, quantize_own: bool) -> None:
-        PrefixQuantizedLayer.__init__(self, scheme, scratch, quantize_own=quantize_own)
+    def __init__(self, scheme: Scheme, scratch: Scratch, number_of_states: int, **options: Any) -> None:
+        PrefixQuantizedLayer.__init__(self, scheme, scratch, **options)
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
@@ -38,27 +40,49 @@ class PrefixQuantizedHybridSlidingWindowLayer(  # type: ignore[misc, override]
         self.window = sliding_window
 
 
-def _window(spec: LayerSpec) -> int:
-    return int(spec.window or 0)
+@dataclass(frozen=True)
+class QuantizedParts:
+    """What the layers of a quantized cache have in common.
+
+    Attributes:
+        scheme: How they quantize.
+        scratch: Memory to decode into.
+        quantize_own: Whether tokens that are added are quantized, and not only those that are loaded.
+        tier: Where quantized tokens of full attention live, apart from the device; None for on it.
+    """
+
+    scheme: Scheme
+    scratch: Scratch
+    quantize_own: bool
+    tier: Tier | None
 
 
-_Make = Callable[[LayerSpec, Scheme, Scratch, bool], Any]
+def _full(parts: QuantizedParts) -> Any:
+    return PrefixQuantizedLayer(parts.scheme, parts.scratch, quantize_own=parts.quantize_own, tier=parts.tier)
 
-QUANTIZED_KINDS: dict[str, _Make] = {
-    "full_attention": lambda spec, scheme, scratch, own: PrefixQuantizedLayer(scheme, scratch, quantize_own=own),
-    "sliding_attention": lambda spec, scheme, scratch, own: PrefixQuantizedSlidingWindowLayer(
-        _window(spec), scheme, scratch, quantize_own=own
-    ),
-    "chunked_attention": lambda spec, scheme, scratch, own: PrefixQuantizedSlidingWindowLayer(
-        _window(spec), scheme, scratch, quantize_own=own
-    ),
-    "conv": lambda spec, scheme, scratch, own: PrefixRecurrentLayer(spec.states),
-    "linear_attention": lambda spec, scheme, scratch, own: PrefixRecurrentLayer(spec.states),
-    "hybrid": lambda spec, scheme, scratch, own: PrefixQuantizedHybridLayer(
-        scheme, scratch, spec.states, quantize_own=own
-    ),
-    "hybrid_sliding": lambda spec, scheme, scratch, own: PrefixQuantizedHybridSlidingWindowLayer(
-        _window(spec), scheme, scratch, spec.states, quantize_own=own
-    ),
+
+def _sliding(spec: LayerSpec, parts: QuantizedParts) -> Any:
+    window = int(spec.window or 0)
+    return PrefixQuantizedSlidingWindowLayer(window, parts.scheme, parts.scratch, quantize_own=parts.quantize_own)
+
+
+def _hybrid(spec: LayerSpec, parts: QuantizedParts) -> Any:
+    options: dict[str, Any] = {"quantize_own": parts.quantize_own, "tier": parts.tier}
+    return PrefixQuantizedHybridLayer(parts.scheme, parts.scratch, spec.states, **options)
+
+
+def _hybrid_sliding(spec: LayerSpec, parts: QuantizedParts) -> Any:
+    window, own = int(spec.window or 0), parts.quantize_own
+    return PrefixQuantizedHybridSlidingWindowLayer(window, parts.scheme, parts.scratch, spec.states, quantize_own=own)
+
+
+QUANTIZED_KINDS: dict[str, Callable[[LayerSpec, QuantizedParts], Any]] = {
+    "full_attention": lambda spec, parts: _full(parts),
+    "sliding_attention": _sliding,
+    "chunked_attention": _sliding,
+    "conv": lambda spec, parts: PrefixRecurrentLayer(spec.states),
+    "linear_attention": lambda spec, parts: PrefixRecurrentLayer(spec.states),
+    "hybrid": _hybrid,
+    "hybrid_sliding": _hybrid_sliding,
 }
-"""Makes a layer of a quantized cache; the last argument is ``quantize_own``."""
+"""Makes a layer of a quantized cache."""

@@ -11,9 +11,9 @@ from .state import KeyValues
 
 __all__ = ["QuantizedRun", "join_runs", "quantize_run"]
 
-# Values decoded at a time: what a backend returns before it is in place is small beside a layer, and stays in the
-# processor's cache.
-_CHUNK = 1 << 18
+# Values decoded at a time: what a backend returns before it is in place is small beside a long layer. A short layer is
+# decoded in one go, since parts of it would be copied before they are decoded.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,17 @@ class QuantizedRun:
         return self.keys[0].device
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that it stands for."""
+        return self.rows * self.tokens * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the key and the value that it stands for of one token in one row."""
+        heads = (packed[0].shape[1] for packed in (self.keys, self.values))
+        return sum(count * size for count, size in zip(heads, self.head_dims, strict=True)) * self.dtype.itemsize
+
+    @property
     def is_whole(self) -> bool:
         """Whether every token of every group belongs to the run."""
         return self.tokens == self.groups * self.scheme.group_tokens
@@ -90,6 +101,11 @@ class QuantizedRun:
     def to(self, device: torch.device | str) -> "QuantizedRun":
         """Return the run with its tensors on ``device``."""
         return replace(self._map(lambda part: part.to(device)), squares=self.squares.to(device))
+
+    def kept(self, tensors: Sequence[torch.Tensor]) -> "QuantizedRun":
+        """Return the run with ``tensors``, in the order in which it yields its own, in their place."""
+        keys = len(self.keys)
+        return replace(self, keys=tuple(tensors[:keys]), values=tuple(tensors[keys:]))
 
     def compact(self) -> "QuantizedRun":
         """Return the run with storage of its own."""

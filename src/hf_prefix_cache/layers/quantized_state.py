@@ -22,10 +22,12 @@ class QuantizedState(AttentionState):
     Attributes:
         segments: Runs of tokens in order, exact ones and quantized ones.
         scheme: How the layer quantizes.
+        home: The device that computes, where quantized runs live apart from it; None for where they are.
     """
 
     segments: Segments  # type: ignore[assignment]
     scheme: Scheme = field(kw_only=True)
+    home: torch.device | None = field(default=None, kw_only=True)
 
     @property
     def is_sliceable(self) -> bool:
@@ -54,20 +56,28 @@ class QuantizedState(AttentionState):
         return replace(self, segments=segments, length=self.length - (stop - start))
 
     def to(self, device: torch.device | str) -> "QuantizedState":
-        """Return the state with its tensors on ``device``."""
+        """Return the state with its tensors on ``device``; runs that live apart from it stay where they are."""
+        home = None if self.home is None else torch.device(device)
         return replace(
             self,
             segments=tuple(
-                segment.to(device)
+                (segment.to(device) if home is None else segment)
                 if isinstance(segment, QuantizedRun)
                 else KeyValues(segment.keys.to(device), segment.values.to(device))
                 for segment in self.segments
             ),
+            home=home,
         )
 
     def exact(self) -> AttentionState:
         """Return what the quantized tokens stand for, as any other strategy can hold it."""
-        return AttentionState(exact(self.segments), self.length, self.window)
+        home = self.home
+        segments = (
+            self.segments
+            if home is None
+            else tuple(segment.to(home) if isinstance(segment, QuantizedRun) else segment for segment in self.segments)
+        )
+        return AttentionState(exact(segments), self.length, self.window)
 
     def quantized(self) -> "QuantizedState":
         """Return the state with exact tokens quantized too, but for the first ones and the residual."""

@@ -30,6 +30,21 @@ class KeyValues(NamedTuple):
         """Tokens held."""
         return self.keys.shape[-2]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.keys.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values, without spare room."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the key and the value of one token in one row."""
+        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in self)
+
     def slice(self, start: int, stop: int) -> "KeyValues":
         """Return tokens ``start`` to ``stop`` as views."""
         return KeyValues(self.keys[..., start:stop, :], self.values[..., start:stop, :])

@@ -1,6 +1,7 @@
 """Choosing a backend by name, and trying it out before a cache relies on it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from ..exceptions import UnknownOptionError
 from . import bitsandbytes_backend, hqq_backend
@@ -26,10 +27,12 @@ def make_scheme(
     *,
     backend: str,
     nbits: int,
+    value_nbits: int | None = None,
     quant_type: str | None,
     group_size: int | None,
     residual_length: int,
     exact_first: int,
+    exact_layers: tuple[int, ...] = (),
 ) -> Scheme:
     """Return how a cache of these options quantizes, after a trial of its backend.
 
@@ -47,7 +50,16 @@ def make_scheme(
     for name, value in (("residual_length", residual_length), ("exact_first", exact_first)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UnknownOptionError(f"{name} is {value!r}; it is a number of tokens, an integer of 0 or more")
-    keys, values = _MAKERS[backend](nbits, quant_type, group_size)
-    options = {"backend": backend, "nbits": nbits, "quant_type": quant_type, "group_size": group_size}
-    options |= {"residual_length": residual_length, "exact_first": exact_first}
-    return Scheme(backend, keys, values, residual_length, exact_first, options)
+    make, bits = _MAKERS[backend], (nbits, nbits if value_nbits is None else value_nbits)
+    # A format belongs to 4 bits: where only one of keys and values has as many, it is not meant for the other.
+    formats = [quant_type if count == 4 or 4 not in bits else None for count in bits]
+    made = [make(*each, group_size) for each in zip(bits, formats, strict=True)]
+    keys, values = made[0][0], made[1][1]
+    if keys.group_tokens != values.group_tokens:  # by default: keys and values of a token are quantized together
+        longest = max(keys.group_tokens, values.group_tokens)
+        made = [make(*each, longest) for each in zip(bits, formats, strict=True)]
+        keys, values = made[0][0], made[1][1]
+    options: dict[str, Any] = {"backend": backend, "nbits": nbits, "value_nbits": value_nbits}
+    options |= {"quant_type": quant_type, "group_size": group_size, "residual_length": residual_length}
+    options |= {"exact_first": exact_first, "exact_layers": exact_layers}
+    return Scheme(backend, keys, values, residual_length, exact_first, exact_layers, options)

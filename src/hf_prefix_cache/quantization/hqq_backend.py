@@ -17,7 +17,9 @@ from .trial import import_backend, try_out
 
 __all__ = ["make_quantizers"]
 
-_BITS = (2, 3, 4, 8)
+# Tokens of a group by default. With 8 bits the error is small however many share a range, and 3 bits fill whole bytes
+# of 10 values each, so that longer groups waste less.
+_GROUP_TOKENS = {2: 32, 3: 64, 4: 32, 8: 64}
 # What a trial's values from -1 to 1 may be off by: half the distance between two levels of the fewest bits.
 _TOLERANCE = 0.35
 
@@ -28,17 +30,19 @@ def make_quantizers(nbits: int, quant_type: str | None, group_size: int | None) 
     Args:
         nbits: 2, 3, 4 or 8.
         quant_type: None: HQQ has one format for each number of bits.
-        group_size: Tokens of a group, and so of what shares a range in a channel: 32 (the default), 64 or 128.
+        group_size: Tokens of a group, and so of what shares a range in a channel: 32 (the default with 2 and 4 bits),
+            64 (the default with 3 and 8) or 128.
 
     Raises:
         UnknownOptionError: Another value.
         MissingPackageError: The package is not installed, or does not decode what it encodes.
     """
-    if nbits not in _BITS:
-        raise UnknownOptionError(f"nbits is {nbits!r}, but the backend 'hqq' has {', '.join(map(str, _BITS))} bits")
+    if nbits not in _GROUP_TOKENS:
+        known = ", ".join(map(str, _GROUP_TOKENS))
+        raise UnknownOptionError(f"nbits is {nbits!r}, but the backend 'hqq' has {known} bits")
     if quant_type is not None:
         raise UnknownOptionError(f"quant_type is {quant_type!r}, which belongs to the backend 'bitsandbytes'")
-    size = group_tokens_of(group_size)
+    size = group_tokens_of(_GROUP_TOKENS[nbits] if group_size is None else group_size)
     quantizers = Uniform(size, nbits, by_channel=True), Uniform(size, nbits, by_channel=False)
     version = import_backend("hqq", "hqq").__version__
     for quantizer in quantizers:

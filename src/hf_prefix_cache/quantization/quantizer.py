@@ -58,6 +58,7 @@ class Scheme:
         residual_length: Tokens at the end that stay exact, at most.
         exact_first: Tokens at the start of a sequence that stay exact: most attention goes to the first ones, so that
             their error weighs more than that of all others together.
+        exact_layers: Numbers of layers that stay exact.
         options: The options that make a cache quantize like this.
     """
 
@@ -66,6 +67,7 @@ class Scheme:
     values: Quantizer
     residual_length: int
     exact_first: int
+    exact_layers: tuple[int, ...]
     options: Mapping[str, Any] = field(compare=False, repr=False)
 
     @property
@@ -79,6 +81,7 @@ class Scheme:
         return (
             f"{self.backend}, keys {self.keys.name}, values {self.values.name}, all but the first {self.exact_first} "
             f"and the last {self.residual_length} tokens"
+            + (f", exact layers {', '.join(map(str, self.exact_layers))}" if self.exact_layers else "")
         )
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
