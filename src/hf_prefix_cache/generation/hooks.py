@@ -75,8 +75,11 @@ def _prepare_cache(
         elif is_ours and passed is None:
             call.copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             if generation_config.use_cache is not False:
-                _make_cache(self, generation_config, model_kwargs, batch_size * call.copies, max_cache_length, call)
-                if generation_mode.value == _ASSISTED and call.cache is not None:
+                is_assisted = generation_mode.value == _ASSISTED
+                # Drafts from the prompt may reach beyond the end, and are taken back.
+                needed = max_cache_length + is_assisted * (generation_config.prompt_lookup_num_tokens or 1)
+                _make_cache(self, generation_config, model_kwargs, batch_size * call.copies, needed, call)
+                if is_assisted and call.cache is not None:
                     check_assisted(self, call.cache)
                 model_kwargs[CACHE_ARGUMENT] = call.cache
                 return None
@@ -164,6 +167,9 @@ def _assisted_decoding(
             check_own_assisted(call.cache, reason)
         if not _find_prefix(self, input_ids, config, model_kwargs, call, reason=reason):
             check_own_assisted(call.cache, "new tokens alone were passed")
+        if not reason:
+            unfed, chunk_size = input_ids[:, call.cache.seq_length :], config.prefill_chunk_size
+            keep_before_last(self, input_ids, unfed, model_kwargs, call, chunk_size=chunk_size, windows=True)
         kwargs.update(model_kwargs)
         call.feeds_drafts = True
     return original(self, input_ids, *args, **kwargs)

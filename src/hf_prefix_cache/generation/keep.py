@@ -31,6 +31,7 @@ def keep_before_last(
     call: Call,
     *,
     chunk_size: int | None,
+    windows: bool = False,
 ) -> torch.Tensor:
     """Keep the prompts without their last token, where nothing shorter can be taken from what is kept later.
 
@@ -44,6 +45,7 @@ def keep_before_last(
         model_kwargs: What ``generate`` passes to the model.
         call: The call.
         chunk_size: Columns per forward; None feeds all at once.
+        windows: Whether windows move on too before the prompts are kept.
 
     Returns:
         What of ``unfed`` is left to feed.
@@ -51,7 +53,8 @@ def keep_before_last(
     cache, batch = call.cache, call.batch
     if cache is None or batch is None or call.is_own_cache or batch.is_padded or not call.options.reuse:
         return unfed
-    if not has_running_state(cache) or batch.columns < 2:
+    moves_on = windows and not all(layer.is_sliceable for layer in cache.layers)
+    if batch.columns < 2 or not (moves_on or has_running_state(cache)):
         return unfed
     rest = unfed[:, -1:]
     if unfed.shape[1] > 1:
