@@ -13,7 +13,7 @@ from .caches import (
 )
 from .conversation import Branch, Mark
 from .exceptions import *  # noqa: F403 - every error is public, and listed in exceptions.__all__
-from .generation import register, unregister
+from .generation import Warmup, register, unregister, warmup
 from .model import PrefixCachedModel
 from .quantization import QuantizationError
 from .report import GenerationReport, last_report
@@ -55,6 +55,7 @@ __all__ = [
     "SharingPlan",
     "StoreStats",
     "StrategyChoice",
+    "Warmup",
     "choose_strategy",
     "encode_pairs",
     "invalidate",
@@ -68,6 +69,7 @@ __all__ = [
     "store_for",
     "total_nbytes",
     "unregister",
+    "warmup",
     *exceptions.__all__,
 ]
 

@@ -228,16 +228,6 @@ def forget_rotary_state(model: PreTrainedModel) -> None:
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
-def static_cache_length(model: PreTrainedModel, length: int) -> int:
-    """Return the length of a static cache for ``length`` tokens: at least that of earlier calls, as Transformers does.
-
-    Compiled code stays valid for a cache of the same length.
-    """
-    keeper: Any = model
-    keeper._previous_max_cache_length = max(length, getattr(model, "_previous_max_cache_length", 0))
-    return int(keeper._previous_max_cache_length)
-
-
 def drafts_from_tokens(generation_config: GenerationConfig, assistant_model: PreTrainedModel | None) -> bool:
     """Return whether assisted decoding makes its drafts from token ids alone, and not from the model's states."""
     if generation_config.prompt_lookup_num_tokens is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .caches import PrefixCache
-from .compat import cache_argument, decoder_config, resumes_in_one_call, takes_cache
+from .caches import PrefixCache, PrefixDynamicCache
+from .compat import cache_argument, decoder_config, original_max_positions, resumes_in_one_call, takes_cache
 from .exceptions import UnsupportedModelError
 from .layers import PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
@@ -17,7 +17,20 @@ from .weights import input_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["cache_behind", "feed", "has_running_state", "next_token_logits", "takes_single_tokens"]
+__all__ = [
+    "cache_behind",
+    "chunk_columns",
+    "feed",
+    "feed_prefix",
+    "has_running_state",
+    "next_token_logits",
+]
+__all__ += ["takes_single_tokens"]
+
+# Tokens of a forward call: bounds the memory of activations, and is enough to keep the machine busy.
+_CHUNK = 2048
+# Columns of a chunk at least, however many rows there are: each chunk reads all weights.
+_FEWEST_COLUMNS = 64
 
 
 def cache_behind(prefix: PrefixSnapshot, rows: int) -> PrefixCache:
@@ -52,6 +65,45 @@ def feed(
         logits = next_token_logits(model, ids[:, :size], cache)
         ids = ids[:, size:]
     return logits
+
+
+def feed_prefix(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: PrefixCache, *, chunk_size: int | None = None
+) -> torch.Tensor:
+    """Feed a prefix ``[1, tokens]``, a long one in chunks, and return the logits after it, ``[1, vocab]``.
+
+    A cache that loses something gets the prefix when it is complete: within it, no token is computed from what an
+    earlier chunk has lost.
+
+    Args:
+        model: The model; its mode (train or eval) is left as it is.
+        input_ids: Tokens without padding.
+        cache: Grows by them.
+        chunk_size: Tokens per forward call; by default as many as bound the memory of activations.
+    """
+    held, tokens = cache.seq_length, input_ids.shape[1]
+    size = chunk_size or chunk_columns(model, cache, rows=1, length=held + tokens)
+    if not cache.is_lossy or held or size is None or tokens <= size:
+        return feed(model, input_ids, cache, chunk_size=chunk_size if cache.is_lossy else size)
+    exact = PrefixDynamicCache(config=model.config)
+    logits = feed(model, input_ids, exact, chunk_size=size)
+    cache.load(exact.snapshot(), batch_size=1)
+    return logits
+
+
+def chunk_columns(model: PreTrainedModel, cache: PrefixCache, *, rows: int, length: int) -> int | None:
+    """Return the columns of ``rows`` rows to feed in one forward, or None where a prompt must go in whole.
+
+    Args:
+        model: The model.
+        cache: What it is fed on.
+        rows: Rows of the batch.
+        length: Columns of the complete prompts.
+    """
+    limit = original_max_positions(model.config)
+    if takes_single_tokens(model, cache) or (limit is not None and length > limit):
+        return None
+    return max(_FEWEST_COLUMNS, _CHUNK // rows)
 
 
 def next_token_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: PrefixCache) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from .exceptions import (
     SnapshotIncompleteError,
     UnknownOptionError,
 )
-from .generation import given_prefix
+from .generation import Warmup, given_prefix, warmup
 from .generation.call import CallOptions
 from .generation.strategies import CACHE_OPTIONS
 from .layers.quantized_state import scheme_of
@@ -338,6 +338,30 @@ class PrefixCachedModel:
                 "hpc.loglikelihood"
             )
         return loglikelihood(self.model, encode_pairs(self.tokenizer, pairs), **options)
+
+    def warmup(self, *, max_cache_len: int, batch_sizes: Sequence[int] = (1,), **options: Any) -> Warmup:
+        """Compile the decode steps of ``"prefix-static"`` ahead, and keep their buffers; see `hpc.warmup`.
+
+        Args:
+            max_cache_len: Tokens that each row may grow to, prompt and new ones.
+            batch_sizes: Rows of the batches to come.
+            **options: Those of `hpc.warmup`.
+
+        Raises:
+            CacheCapacityError, BatchSizeError, UnsupportedModelError: As `hpc.warmup`.
+
+        Example:
+            >>> import hf_prefix_cache as hpc
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+            >>> model = hpc.PrefixCachedModel(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+            >>> try:
+            ...     model.warmup(max_cache_len=64)
+            ... except hpc.UnsupportedModelError as error:
+            ...     print(str(error)[:33])
+            Transformers does not compile the
+        """
+        return warmup(self.model, max_cache_len=max_cache_len, batch_sizes=batch_sizes, **options)
 
     def report(self) -> GenerationReport | None:
         """Return what the last `generate` or `forward` asked for, reused and computed; None before the first.

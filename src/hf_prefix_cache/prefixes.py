@@ -10,7 +10,7 @@ from .caches import PrefixQuantizedCache
 from .compat import forget_rotary_state, original_max_positions
 from .exceptions import UnsupportedModelError
 from .fingerprint import fingerprint_of
-from .forward import feed
+from .forward import feed_prefix
 from .generation import computes_randomly
 from .generation.strategies import single_cache
 from .snapshot import PrefixSnapshot
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["compute_prefix"]
-
-# Tokens of a prefix per forward call: bounds the memory of activations, and is long enough to keep the machine busy.
-_CHUNK = 2048
 
 
 def compute_prefix(
@@ -58,9 +55,7 @@ def compute_prefix(
         known = store.match(ids[0, :-1], fingerprint, strategy=key) if length > 1 else None
     if known is not None:
         cache.load(known, batch_size=1)
-    # In chunks, the later tokens of a quantized prefix would be computed from what the earlier ones lost.
-    chunk_size = _CHUNK if is_short and not cache.is_lossy else None
-    logits = feed(model, ids[:, cache.seq_length :], cache, chunk_size=chunk_size)
+    logits = feed_prefix(model, ids[:, cache.seq_length :], cache)
     snapshot = cache.snapshot(model=model, input_ids=ids, next_logits=logits)
     if is_short:
         store.insert(snapshot)

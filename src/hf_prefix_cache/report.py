@@ -23,6 +23,7 @@ class GenerationReport:
         stored_tokens: Length of the prefix that was found in the store or passed by the caller.
         reason: Why nothing or less was reused, in words; empty where nothing stood in the way.
         error: Relative error of the prefix that the call started from, where it is quantized; None where it is exact.
+        notes: What else was decided, in words: how the rows attend to what they share, and buffers that grew.
 
     Example:
         >>> GenerationReport(
@@ -38,6 +39,7 @@ class GenerationReport:
     stored_tokens: int
     reason: str = ""
     error: QuantizationError | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def reused_tokens(self) -> int:

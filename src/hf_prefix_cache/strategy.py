@@ -27,7 +27,8 @@ _STATE_ONLY = ("conv", "linear_attention")
 _ATTENTION_ONLY = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-# Bits of a quantized key or value, scales included, in the backend's default groups.
+# Tokens that are quantized together, by default, and bits of a quantized key or value, scales included.
+_GROUP = 32
 _BITS = {8: 8.25, 4: 4.625}
 # What few bits give up, as measured on a real model after 4,096 tokens of a novel.
 _LOSS = {8: "keys and values are off by about 1 %", 4: "keys are off by about 6 % and values by 14 %"}
@@ -77,18 +78,33 @@ def cache_bytes(config: PreTrainedConfig, *, tokens: int, batch_size: int = 1, d
 
 
 def predicted_bytes(
-    config: PreTrainedConfig, *, tokens: int, batch_size: int, dtype: torch.dtype, device: torch.device
+    config: PreTrainedConfig,
+    *,
+    tokens: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared_tokens: int = 0,
 ) -> dict[str, int]:
-    """Return the bytes that each strategy holds on ``device``; ``prefix-quantized`` with 4 bits for every token."""
-    exact = cache_bytes(config, tokens=tokens, batch_size=batch_size, dtype=dtype)
-    windows, token = _windows(config), batch_size * _token_bytes(config, dtype)
+    """Return the bytes that each strategy holds on ``device``; ``prefix-quantized`` with 4 bits.
+
+    What all rows share is stored once, but for static buffers. Quantized is what they share, or every token where
+    they share nothing.
+    """
+    windows, token = _windows(config), _token_bytes(config, dtype)
+    held = [tokens if window is None else min(tokens, window) for window in windows]
+    own = [min(count, tokens - shared_tokens) for count in held]
+    growing = token * sum(count + (batch_size - 1) * mine for count, mine in zip(held, own, strict=True))
     # Of layers in host memory two are on the device at a time: one that computes, and the next on its way.
-    apart = sum(min(tokens, window) for window in windows if window is not None) + 2 * tokens * (None in windows)
+    apart = sum(count for count, window in zip(held, windows, strict=True) if window is not None)
+    apart += 2 * tokens * (None in windows)
     return {
-        "prefix-dynamic": exact,
-        "prefix-static": exact,
-        "prefix-offloaded": exact if device.type == "cpu" else min(exact, apart * token),
-        "prefix-quantized": _quantized_bytes(config, 4, tokens, batch_size, dtype),
+        "prefix-dynamic": growing,
+        "prefix-static": token * batch_size * sum(held),
+        "prefix-offloaded": growing if device.type == "cpu" else min(growing, apart * batch_size * token),
+        "prefix-quantized": _quantized_bytes(
+            config, 4, tokens=tokens, batch_size=batch_size, dtype=dtype, shared_tokens=shared_tokens
+        ),
     }
 
 
@@ -111,18 +127,32 @@ def _token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return 2 * int(heads) * int(head_dim) * dtype.itemsize
 
 
-def _quantized_bytes(config: PreTrainedConfig, nbits: int, tokens: int, batch_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a cache that quantizes all but the first and last tokens of every layer."""
+def _quantized_bytes(
+    config: PreTrainedConfig, nbits: int, *, tokens: int, batch_size: int, dtype: torch.dtype, shared_tokens: int = 0
+) -> int:
+    """Return the bytes of a cache that quantizes what rows share, or all where they share nothing.
+
+    The first and last of the quantized tokens of every layer stay exact.
+    """
     options = inspect.signature(PrefixQuantizedCache).parameters
-    always = options["exact_first"].default + options["residual_length"].default
-    held = [tokens if window is None else min(tokens, window) for window in _windows(config)]
-    exact = sum(min(always, count) for count in held)
-    few = (sum(held) - exact) * _BITS[nbits] / (8 * dtype.itemsize)
-    return math.ceil((exact + few) * batch_size * _token_bytes(config, dtype))
+    first, residual = (options[name].default for name in ("exact_first", "residual_length"))
+    windows, rows = _windows(config), 1 if shared_tokens else batch_size
+    held = [tokens if window is None else min(tokens, window) for window in windows]
+    own = [min(count, tokens - shared_tokens) if shared_tokens else 0 for count in held]
+    due = [count - mine for count, mine in zip(held, own, strict=True)]
+    few = sum(min(-(-max(0, count - first - residual) // _GROUP), max(0, count - first) // _GROUP) for count in due)
+    exact = sum(due) - few * _GROUP + few * _GROUP * _BITS[nbits] / (8 * dtype.itemsize)
+    return math.ceil((exact * rows + sum(own) * batch_size) * _token_bytes(config, dtype))
 
 
 def choose_strategy(
-    model: PreTrainedModel, *, tokens: int | None = None, batch_size: int = 1, memory_budget: int | None = None
+    model: PreTrainedModel,
+    *,
+    tokens: int | None = None,
+    batch_size: int = 1,
+    shared_tokens: int = 0,
+    compiles: bool | None = None,
+    memory_budget: int | None = None,
 ) -> StrategyChoice:
     """Choose a cache strategy for ``model`` where it is now.
 
@@ -133,6 +163,8 @@ def choose_strategy(
         model: The model.
         tokens: Tokens per row at most, prompt and new ones; by default as many as the model can take.
         batch_size: Rows.
+        shared_tokens: Tokens that all rows begin with.
+        compiles: Whether decode steps are compiled; by default as Transformers decides, which is not on a CPU.
         memory_budget: Bytes that keys and values may take on the model's device, where that is less than is free.
 
     Returns:
@@ -141,7 +173,7 @@ def choose_strategy(
     Raises:
         UnsupportedLayerError: The model has layers that no strategy holds exactly.
         CacheCapacityError: No strategy fits the free memory or the budget.
-        InputMismatchError: Fewer than one token, row or byte.
+        InputMismatchError: Fewer than one token, row or byte, or more shared tokens than tokens.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -160,26 +192,31 @@ def choose_strategy(
         raise InputMismatchError(f"memory_budget is {memory_budget}; it is a number of bytes, 1 or more")
     limit = getattr(decoder_config(model.config), "max_position_embeddings", None)
     length, device = tokens or limit or 4096, input_device(model)
-    predictions = predicted_bytes(model.config, tokens=length, batch_size=batch_size, dtype=model.dtype, device=device)
+    if not 0 <= shared_tokens <= length:
+        raise InputMismatchError(f"shared_tokens is {shared_tokens}; it is from 0 to tokens, which is {length}")
+    sizes: dict[str, Any] = {"tokens": length, "batch_size": batch_size, "dtype": model.dtype}
+    sizes["shared_tokens"] = shared_tokens if batch_size > 1 else 0
+    predictions = predicted_bytes(model.config, device=device, **sizes)
     needed, free = predictions["prefix-dynamic"], free_bytes(device)
     allowed = free if memory_budget is None else min(free, memory_budget)
     size = f"{batch_size} x {length} tokens take {needed / 1e6:.1f} MB, {free / 1e6:.0f} MB are free on {device}"
     if memory_budget is not None:
         size += f", the budget is {memory_budget / 1e6:.1f} MB"
     if needed > allowed and (tokens is not None or memory_budget is not None):
-        return _choose_small(model, predictions, length, batch_size, allowed, free, size, memory_budget is not None)
-    reason = _why_dynamic(model, tokens)
+        return _choose_small(model, predictions, sizes, allowed, free, size, memory_budget is not None)
+    reason = _why_dynamic(model, tokens, device.type != "cpu" if compiles is None else compiles)
+    if not reason and predictions["prefix-static"] > allowed:
+        reason = f"static buffers would take {predictions['prefix-static'] / 1e6:.1f} MB, with what rows share in each"
     if reason:
         return StrategyChoice("prefix-dynamic", needed, free, (size, reason), predictions)
-    compiles = f"decoding compiles for static shapes on {device.type}"
-    return StrategyChoice("prefix-static", needed, free, (size, compiles), predictions)
+    why = f"decoding compiles for static shapes on {device.type}"
+    return StrategyChoice("prefix-static", predictions["prefix-static"], free, (size, why), predictions)
 
 
 def _choose_small(
     model: PreTrainedModel,
     predictions: dict[str, int],
-    tokens: int,
-    batch_size: int,
+    sizes: dict[str, Any],
     allowed: int,
     free: int,
     size: str,
@@ -191,10 +228,8 @@ def _choose_small(
     if offloaded <= allowed and predictions["prefix-dynamic"] <= host:
         reasons = (size, f"host memory has {host / 1e6:.0f} MB free, and only two layers at a time are on the device")
         return StrategyChoice("prefix-offloaded", offloaded, free, reasons, predictions)
-    few = {
-        nbits: _quantized_bytes(model.config, nbits, tokens, batch_size, model.dtype) for nbits in sorted(_BITS)[::-1]
-    }
-    sizes = " or ".join(f"{count / 1e6:.1f} MB in {nbits} bits" for nbits, count in few.items())
+    few = {nbits: _quantized_bytes(model.config, nbits, **sizes) for nbits in sorted(_BITS)[::-1]}
+    found = " or ".join(f"{count / 1e6:.1f} MB in {nbits} bits" for nbits, count in few.items())
     for nbits, count in few.items():
         if may_lose and count <= allowed:
             reasons = (size, f"no exact strategy fits, so that it is quantized to {nbits} bits: {_LOSS[nbits]}")
@@ -204,14 +239,16 @@ def _choose_small(
             )
     remedy = "" if may_lose or few[4] > allowed else ", or name prefix-quantized, which is not exact"
     raise CacheCapacityError(
-        f"{size}: no exact strategy fits, and quantized they take {sizes}; pass fewer rows or tokens{remedy}"
+        f"{size}: no exact strategy fits, and quantized they take {found}; pass fewer rows or tokens{remedy}"
     )
 
 
-def _why_dynamic(model: PreTrainedModel, tokens: int | None) -> str:
+def _why_dynamic(model: PreTrainedModel, tokens: int | None, compiles: bool) -> str:
     """Return why static shapes gain nothing, or an empty string."""
-    if input_device(model).type == "cpu":
+    if not compiles and input_device(model).type == "cpu":
         return "Transformers does not compile on the CPU, so static shapes gain nothing"
+    if not compiles:
+        return "decoding is not compiled, so static shapes gain nothing"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "the model is spread over devices, where static shapes do not compile"
     if any(spec.kind not in _ATTENTION_ONLY for spec in layer_specs(model.config)):

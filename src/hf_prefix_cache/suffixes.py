@@ -10,6 +10,7 @@ from .compat import cache_argument, forget_rotary_state, original_max_positions,
 from .exceptions import InputMismatchError, LossyPrefixError, SnapshotIncompleteError, UnsupportedModelError
 from .forward import cache_behind, has_running_state, takes_single_tokens
 from .report import GenerationReport
+from .sharing import attending
 from .snapshot import PrefixSnapshot
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def forward_behind(
     else:
         cache = prefix.to_cache(strategy, rows, **own_options)
         prepared = cache.prepare_inputs(input_ids, mask if is_padded else None)
-        output = model(**prepared._asdict(), **cache_argument(cache), **kwargs)
+        with attending(model, cache):
+            output = model(**prepared._asdict(), **cache_argument(cache), **kwargs)
     return SuffixOutput(output, GenerationReport(strategy, rows, total, computed, prefix.seq_length, reason))
 
 
@@ -157,7 +159,8 @@ def _behind(model: PreTrainedModel, prefix: PrefixSnapshot, group: torch.Tensor)
     size = 1 if takes_single_tokens(model, cache) else group.shape[1]
     parts = []
     for chunk in group.split(size, dim=1):
-        output = model(input_ids=chunk, return_dict=True, **cache_argument(cache))
+        with attending(model, cache):
+            output = model(input_ids=chunk, return_dict=True, **cache_argument(cache))
         parts.append(output.logits)
     return output, torch.cat(parts, dim=1)
 

@@ -1,5 +1,7 @@
 """`PrefixStaticCache`: buffers of a fixed size and address, for compiled code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -7,7 +9,7 @@ from transformers.cache_utils import Cache, StaticCache
 
 from ..compat import decoder_config
 from ..exceptions import BatchSizeError, CacheCapacityError
-from ..layers import STATIC_KINDS
+from ..layers import STATIC_KINDS, PrefixStaticLayer
 from ..snapshot import register_cache
 from .base import PrefixCache, attention_layers
 
@@ -51,6 +53,18 @@ class PrefixStaticCache(PrefixCache, StaticCache):
         Cache.__init__(self, layers=layers)
         self._config = decoder_config(config)
         self._options = {"max_cache_len": max_cache_len, "max_batch_size": max_batch_size}
+
+    @contextmanager
+    def reading_held(self) -> Iterator[None]:
+        """Inside, hand attention what is held and not the room behind it, for forwards that are not compiled."""
+        layers = [layer for layer in self.layers if isinstance(layer, PrefixStaticLayer)]
+        for layer in layers:
+            layer.reads_held = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.reads_held = False
 
 
 register_cache(PrefixStaticCache.strategy, PrefixStaticCache)

@@ -14,5 +14,6 @@ What holds for every call that names one:
 from .call import given_prefix
 from .reasons import computes_randomly
 from .registration import register, unregister
+from .warmup import Warmup, warmup
 
-__all__ = ["computes_randomly", "given_prefix", "register", "unregister"]
+__all__ = ["Warmup", "computes_randomly", "given_prefix", "register", "unregister", "warmup"]

@@ -80,6 +80,8 @@ class Call:
         kept_columns: Columns of the sequences that may be kept; later ones were computed with other frequencies.
         end_ids: Token ids that end a row.
         moved: Mask of the prompts' columns in the cache, int64 ``[rows, columns]``, where it has padding elsewhere.
+        attends_shared: Whether decode steps attend to what rows share apart.
+        notes: What was decided, in words, for the report.
         known_before: Token ids ``[rows or 1, n]`` in a passed cache before the prompt; None where they are unknown.
     """
 
@@ -96,6 +98,8 @@ class Call:
     kept_columns: int | None = None
     end_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     moved: torch.Tensor | None = None
+    attends_shared: bool = False
+    notes: list[str] = field(default_factory=list)
     known_before: torch.Tensor | None = None
 
 

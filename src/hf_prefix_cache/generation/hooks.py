@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,20 @@ import torch
 from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixStaticCache
-from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask, static_cache_length
-from ..forward import takes_single_tokens
+from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask
+from ..forward import chunk_columns, takes_single_tokens
 from ..report import GenerationReport, record_report
+from ..sharing import feeds_apart
 from ..strategy import choose_strategy
 from ..validation import STRATEGIES
 from .call import Call, CallOptions, current_call, running_call
 from .columns import feed_columns
+from .compiled import pad_compiled_steps, will_compile
 from .keep import keep_before_last, keep_rows
 from .own_cache import continue_own_cache, remember_ids, tell_padding
-from .prefill import reuse_prefix
+from .prefill import reuse_prefix, settle_sharing
+from .reasons import passes_only_ids
+from .static_sizes import choose_size, give_back, take_buffers
 from .strategies import growing_cache
 from .support import check_assisted, check_model, check_own_assisted, check_static, why_not_assisted
 
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOKS"]
 
+_logger = logging.getLogger(__name__)
+
 _ASSISTED = "assisted_generation"
 # Generation modes in which row i of the result continues row i of the prompt.
 _ROWS_CONTINUE = ("greedy_search", "sample", _ASSISTED)
@@ -39,17 +46,20 @@ _ROWS_CONTINUE = ("greedy_search", "sample", _ASSISTED)
 
 def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     with running_call() as call:
+        result = None
         try:
             result = original(self, *args, **kwargs)
+            sequences = getattr(result, "sequences", result)
+            if call.cache is not None and isinstance(sequences, torch.Tensor):
+                with torch.no_grad():
+                    if call.rows_continue:
+                        keep_rows(self, sequences, call)
+                    remember_ids(sequences, call)
         finally:
             if isinstance(call.cache, PrefixDynamicCache):
                 call.cache.defer(False)
-    sequences = getattr(result, "sequences", result)
-    if call.cache is not None and isinstance(sequences, torch.Tensor):
-        with torch.no_grad():
-            if call.rows_continue:
-                keep_rows(self, sequences, call)
-            remember_ids(sequences, call)
+            elif isinstance(call.cache, PrefixStaticCache) and not call.is_own_cache and not hasattr(result, "keys"):
+                give_back(self, call.cache)
     return result
 
 
@@ -72,6 +82,8 @@ def _prepare_cache(
         if isinstance(passed, PrefixCache):
             check_static(self, passed)
             call.cache, call.is_own_cache = passed, True
+            if isinstance(passed, PrefixStaticCache):
+                pad_compiled_steps()
         elif is_ours and passed is None:
             call.copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             if generation_config.use_cache is not False:
@@ -102,17 +114,33 @@ def _make_cache(
     call.options = CallOptions.parse(generation_config.cache_config, strategy)
     check_model(model, strategy)
     if strategy == "prefix-auto":
-        strategy = choose_strategy(model, tokens=max_cache_length, batch_size=rows).strategy
+        compiles = will_compile(model, generation_config)
+        strategy = choose_strategy(model, tokens=max_cache_length, batch_size=rows, compiles=compiles).strategy
     if strategy != "prefix-static":
         call.cache = growing_cache(strategy, model.config, call.options.cache)
     else:
-        length = static_cache_length(model, max(max_cache_length, generation_config.max_cache_len or 0))
-        call.cache = PrefixStaticCache(config=model.config, max_cache_len=length, max_batch_size=rows)
+        call.cache = _make_static(model, generation_config, rows, max_cache_length, call)
         check_static(model, call.cache)
         if model_kwargs.get("attention_mask") is None and keeps_padding_mask(model.config):
             shape = (rows, int(generation_config._mask_length or 0))
             model_kwargs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=model.device)
     call.strategy = strategy
+
+
+def _make_static(
+    model: PreTrainedModel, generation_config: GenerationConfig, rows: int, needed: int, call: Call
+) -> PrefixStaticCache:
+    """Make static buffers for ``rows`` rows of ``needed`` tokens, or take those that compiled code is made for."""
+    pinned = generation_config.max_cache_len
+    if not will_compile(model, generation_config):
+        length = max(needed, pinned or 0)
+        return PrefixStaticCache(config=model.config, max_cache_len=length, max_batch_size=rows)
+    pad_compiled_steps()
+    size, notice = choose_size(model, rows=rows, needed=needed, pinned=pinned)
+    if notice:
+        _logger.warning(notice)
+        call.notes.append(notice)
+    return take_buffers(model, size)
 
 
 def _prefill(
@@ -126,15 +154,36 @@ def _prefill(
     call = _call_on(model_kwargs)
     if call is None or call.cache is None:
         return original(self, input_ids, generation_config, model_kwargs, is_first_iteration)
-    cache = call.cache
+    is_compiled = generation_config.prefill_chunk_size is not None and not passes_only_ids(model_kwargs)
+    if not isinstance(call.cache, PrefixStaticCache) or is_compiled:
+        return _feed_prompts(original, self, input_ids, generation_config, model_kwargs, is_first_iteration, call)
+    with call.cache.reading_held():
+        return _feed_prompts(original, self, input_ids, generation_config, model_kwargs, is_first_iteration, call)
+
+
+def _feed_prompts(
+    original: Callable[..., Any],
+    self: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    is_first_iteration: bool,
+    call: Call,
+) -> Any:
+    cache: Any = call.cache
     is_complete = _find_prefix(self, input_ids, generation_config, model_kwargs, call)
     held, unfed = cache.seq_length, input_ids
-    if held and model_kwargs.get("inputs_embeds") is None:
+    # Chunks of what ids alone show are fed here, never compiled: each length of a chunk would be compiled by itself.
+    feeds_chunks = passes_only_ids(model_kwargs) and not takes_single_tokens(self, cache)
+    if (held or feeds_chunks) and model_kwargs.get("inputs_embeds") is None:
         # Transformers slices complete prompts itself, but not in every release and not for chunks.
         unfed = input_ids[:, held:] if is_complete else input_ids
-        chunk_size = 1 if takes_single_tokens(self, cache) else generation_config.prefill_chunk_size
+        chunk_size = 1 if held and takes_single_tokens(self, cache) else generation_config.prefill_chunk_size
+        if chunk_size is None and feeds_chunks:
+            columns = input_ids.shape[1] if is_complete else held + input_ids.shape[1]
+            chunk_size = chunk_columns(self, cache, rows=input_ids.shape[0], length=columns)
         if chunk_size:
-            first = (unfed.shape[1] - 1) // chunk_size * chunk_size
+            first = max(0, unfed.shape[1] - 1) // chunk_size * chunk_size
             if first:
                 feed_columns(self, unfed[:, :first], cache, model_kwargs, chunk_size=chunk_size)
             unfed = unfed[:, first:]
@@ -150,6 +199,7 @@ def _prefill(
     if not call.is_own_cache and (not call.rows_continue or not all(layer.is_sliceable for layer in cache.layers)):
         # Later, the windows will have moved on, or the rows will be mixed.
         keep_rows(self, input_ids, call, next_logits=outputs.logits[:, -1])
+    settle_sharing(call)
     return outputs
 
 
@@ -167,6 +217,7 @@ def _assisted_decoding(
             check_own_assisted(call.cache, reason)
         if not _find_prefix(self, input_ids, config, model_kwargs, call, reason=reason):
             check_own_assisted(call.cache, "new tokens alone were passed")
+        settle_sharing(call)
         if not reason:
             unfed, chunk_size = input_ids[:, call.cache.seq_length :], config.prefill_chunk_size
             keep_before_last(self, input_ids, unfed, model_kwargs, call, chunk_size=chunk_size, windows=True)
@@ -207,6 +258,8 @@ def _find_prefix(
     is_complete = True
     if call.is_own_cache:
         is_complete = continue_own_cache(model, input_ids, generation_config, model_kwargs, call)
+        if isinstance(call.cache, PrefixDynamicCache) and feeds_apart(model, call.cache.shared_tokens):
+            call.cache.defer(True)  # the caller's cache goes on sharing what it shares
     else:
         end_ids = getattr(generation_config, "_eos_token_tensor", None)
         if end_ids is not None:

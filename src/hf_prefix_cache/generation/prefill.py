@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from ..attention import is_worth_sharing
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixQuantizedCache
 from ..compat import original_max_positions
 from ..exceptions import LossyPrefixError
 from ..fingerprint import fingerprint_of
-from ..forward import feed
+from ..forward import feed_prefix
 from ..report import GenerationReport, record_report
+from ..sharing import decode_gate, feeds_apart
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
 from .batch import common_prefix_length, moved_mask, positions_of, read_batch
@@ -25,7 +25,7 @@ from .strategies import single_cache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["reuse_prefix"]
+__all__ = ["reuse_prefix", "settle_sharing"]
 
 # Rows compute together what they share only if that saves at least this many tokens: it costs a forward of its own.
 _WORTH_A_FORWARD = 32
@@ -65,7 +65,7 @@ def reuse_prefix(
         unknown = "reuse is switched off in cache_config"
     if batch is None or unknown:
         tokens = _count_tokens(input_ids, model_kwargs)
-        record_report(model, GenerationReport(call.strategy, rows, tokens, tokens, 0, unknown))
+        record_report(model, GenerationReport(call.strategy, rows, tokens, tokens, 0, unknown, notes=(*call.notes,)))
         return
     call.batch = batch
     limit = original_max_positions(model.config)
@@ -75,13 +75,17 @@ def reuse_prefix(
     max_length = generation_config.max_length or batch.columns
     alone = why_not_beside(model, batch, has_windows=has_windows, max_length=max_length)
     if alone:
-        record_report(model, GenerationReport(call.strategy, rows, batch.tokens, batch.tokens, 0, alone))
+        total, notes = batch.tokens, tuple(call.notes)
+        record_report(model, GenerationReport(call.strategy, rows, total, total, 0, alone, notes=notes))
         return
     stored, computed = _share_prefix(model, input_ids, generation_config, model_kwargs, call)
     held = cache.seq_length
     error = cache.report().error if isinstance(cache, PrefixQuantizedCache) else None
     computed += batch.tokens - sum(held - (padding if held > call.shared else 0) for padding in batch.padding)
-    record_report(model, GenerationReport(call.strategy, rows, batch.tokens, computed, stored, error=error))
+    notes = tuple(call.notes)
+    record_report(
+        model, GenerationReport(call.strategy, rows, batch.tokens, computed, stored, error=error, notes=notes)
+    )
 
 
 def _share_prefix(
@@ -114,12 +118,12 @@ def _share_prefix(
     distinct = rows // call.copies
     rest = batch.tokens // call.copies - distinct * (call.shared + 1)
     fold = distinct > 1 and rest * (call.copies - 1) >= _WORTH_A_FORWARD
-    attends_shared = False
     if known is not None:
         cache.load(known, batch_size=distinct if fold else rows)
-        attends_shared = isinstance(cache, PrefixDynamicCache) and is_worth_sharing(model, rows, call.shared)
-    if attends_shared and isinstance(cache, PrefixDynamicCache):
-        cache.defer(True)
+        if isinstance(cache, PrefixDynamicCache):
+            call.attends_shared, reason = decode_gate(model, rows, call.shared)
+            call.notes += [reason] if reason else []
+            cache.defer(call.attends_shared or feeds_apart(model, call.shared))
     if fold:
         one_each = {
             name: value[:: call.copies] if isinstance(value, torch.Tensor) else value
@@ -128,11 +132,20 @@ def _share_prefix(
         feed_columns(model, input_ids[:: call.copies, call.shared : -1], cache, one_each, chunk_size=chunk_size)
         cache.batch_repeat_interleave(call.copies)
         computed += rest
-    elif isinstance(cache, PrefixDynamicCache) and call.rows_continue and not attends_shared:
-        # Decoding would gather the shared prefix at every step. Beams keep it shared: they reorder rows at every step,
-        # and what is shared needs no reordering.
-        cache.unshare()
     return stored, computed
+
+
+def settle_sharing(call: Call) -> None:
+    """Prepare the call's cache for decode steps, where rows do not attend to what they share apart.
+
+    They would gather the shared prefix at every step. Beams keep it shared: they reorder rows at every step, and what
+    is shared needs no reordering.
+    """
+    cache = call.cache
+    if isinstance(cache, PrefixDynamicCache) and not call.is_own_cache and not call.attends_shared:
+        cache.defer(False)
+        if call.rows_continue:
+            cache.unshare()
 
 
 def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> PrefixSnapshot | None:
@@ -170,7 +183,7 @@ def _compute(
     if known is not None:
         single.load(known, batch_size=1)
         start = known.seq_length
-    logits = feed(model, tokens[None, start:], single, chunk_size=chunk_size)
+    logits = feed_prefix(model, tokens[None, start:], single, chunk_size=chunk_size)
     snapshot = single.snapshot(model=model, input_ids=tokens[None], next_logits=logits)
     if call.options.reuse:
         store_for(model).insert(snapshot, call.options.namespace)

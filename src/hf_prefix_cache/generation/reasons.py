@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import CACHE_ARGUMENT, original_max_positions, positions_follow_mask
+from ..compat import CACHE_ARGUMENT, original_max_positions, positions_follow_mask, positions_from_padding_id
 from ..snapshot import PrefixSnapshot
 from .batch import PromptBatch, positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["computes_randomly", "why_not_beside", "why_not_by_ids", "within_one_regime"]
+__all__ = ["computes_randomly", "passes_only_ids", "why_not_beside", "why_not_by_ids", "within_one_regime"]
 
 # What `generate` passes to every forward of a text model. Anything else may decide numbers (images, embeddings) or ask
 # for outputs of the whole prompt (hidden states, attentions).
@@ -29,11 +29,7 @@ def why_not_by_ids(model: PreTrainedModel, batch: PromptBatch | None, model_kwar
         batch: The prompts, or None where their padding is not on the left alone.
         model_kwargs: What `generate` passes to the model.
     """
-    extra = sorted(
-        name
-        for name, value in model_kwargs.items()
-        if name not in _PLAIN_ARGUMENTS and value is not None and value is not False
-    )
+    extra = _extra_arguments(model_kwargs)
     if extra:
         return f"the call passes {', '.join(extra)}, which token ids alone do not show"
     if batch is None:
@@ -44,12 +40,27 @@ def why_not_by_ids(model: PreTrainedModel, batch: PromptBatch | None, model_kwar
         counted = counted.expand_as(positions) if positions.ndim == 2 else counted
         if positions.shape != counted.shape or not torch.equal(positions.cpu(), counted):
             return "the call passes position_ids of its own"
+    if positions_from_padding_id(model.config):
+        return "the model's generate counts positions otherwise than its forward, which computes prefixes"
     if computes_randomly(model):
         return "the model is in training mode with dropout, and every computation of the prompt is another one"
     limit = original_max_positions(model.config)
     if limit is not None and batch.longest > limit:
         return f"the prompt is longer than {limit} tokens, where the model's rotary scaling changes"
     return ""
+
+
+def passes_only_ids(model_kwargs: dict[str, Any]) -> bool:
+    """Return whether `generate` passes nothing to the model beside ids, their mask and their positions."""
+    return not _extra_arguments(model_kwargs)
+
+
+def _extra_arguments(model_kwargs: dict[str, Any]) -> list[str]:
+    return sorted(
+        name
+        for name, value in model_kwargs.items()
+        if name not in _PLAIN_ARGUMENTS and value is not None and value is not False
+    )
 
 
 def why_not_beside(model: PreTrainedModel, batch: PromptBatch, *, has_windows: bool, max_length: int) -> str:

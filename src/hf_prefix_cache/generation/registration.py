@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compat import generation_mixin, name_lists
 from ..validation import STRATEGIES
+from .compiled import leave_compiled_steps
 from .hooks import HOOKS
 
 __all__ = ["register", "unregister"]
@@ -55,6 +56,7 @@ def unregister() -> None:
     """
     mixin = generation_mixin()
     module, (every_name, static_names) = name_lists()
+    leave_compiled_steps()
     with _lock:
         for name, original in _originals.items():
             setattr(mixin, name, original)

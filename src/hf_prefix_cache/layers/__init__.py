@@ -4,7 +4,8 @@ from .dynamic import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
 from .kinds import DYNAMIC_KINDS, STATIC_KINDS
 from .recurrent import LayerState, PrefixRecurrentLayer, RecurrentState
 from .state import AttentionState, KeyValues
-from .static import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
+from .static import PrefixStaticLayer
+from .static_window import PrefixStaticSlidingWindowLayer
 
 __all__ = [
     "DYNAMIC_KINDS",

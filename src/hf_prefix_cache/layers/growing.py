@@ -63,8 +63,13 @@ class GrowingKeyValues:
         self._stop = self._start + tokens
 
     def drop_first(self, tokens: int) -> None:
-        """Forget the first ``tokens`` tokens held; their room is given back when the buffer is outgrown."""
+        """Forget the first ``tokens`` tokens held; their room stays until `give_back_room`, or till it is outgrown."""
         self._start += tokens
+
+    def give_back_room(self) -> None:
+        """Move to a smaller buffer where much of the one there is holds nothing any more."""
+        if self._keys.shape[-2] - self.tokens > self.tokens // 8 + 1 and not torch.is_grad_enabled():
+            self._move(0)
 
     def select(self, rows: torch.Tensor) -> "GrowingKeyValues":
         """Return a new object with copies of ``rows``."""

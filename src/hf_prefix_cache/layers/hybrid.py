@@ -8,7 +8,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .dynamic import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
 from .recurrent import PrefixRecurrentLayer, RecurrentState
-from .static import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
+from .static import PrefixStaticLayer
+from .static_window import PrefixStaticSlidingWindowLayer
 
 __all__ = [
     "HybridLayer",

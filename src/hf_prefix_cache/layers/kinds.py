@@ -12,7 +12,8 @@ from .hybrid import (
     PrefixStaticHybridSlidingWindowLayer,
 )
 from .recurrent import PrefixRecurrentLayer
-from .static import PrefixStaticLayer, PrefixStaticSlidingWindowLayer
+from .static import PrefixStaticLayer
+from .static_window import PrefixStaticSlidingWindowLayer
 
 __all__ = ["DYNAMIC_KINDS", "STATIC_KINDS"]
 

@@ -1,19 +1,19 @@
-"""Attention layers with buffers of a fixed size, for compiled code: full attention, and sliding or chunked windows."""
+"""Attention layers with buffers of a fixed size, for compiled code."""
 
 from abc import abstractmethod
 from typing import Any
 
 import torch
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import StaticLayer
 
 from ..exceptions import BatchSizeError, CacheCapacityError, InputMismatchError
 from .state import AttentionState, KeyValues
 
-__all__ = ["PrefixStaticLayer", "PrefixStaticSlidingWindowLayer"]
+__all__ = ["PrefixStaticLayer", "StaticRows"]
 
 
-class _StaticRows(StaticLayer):
-    """What both kinds share: buffers ``[max rows, heads, max_cache_len, head_dim]``; the first rows are in use.
+class StaticRows(StaticLayer):
+    """What all kinds share: buffers ``[max rows, heads, max_cache_len, head_dim]``; the first rows are in use.
 
     Everything works in place and keeps the tensors' addresses. The buffers are ordinary tensors also where they are
     made in inference mode, so that they can be written outside of it.
@@ -60,20 +60,28 @@ class _StaticRows(StaticLayer):
         self.active_rows = rows
         self.count(key_states.shape[-2])
         if rows == self.batch_size:
-            return super().update(key_states, value_states, *args, **kwargs)
+            return self.write(key_states, value_states, *args, **kwargs)
         whole = self.keys, self.values
         self.keys, self.values = self.keys[:rows], self.values[:rows]
         try:
-            return super().update(key_states, value_states, *args, **kwargs)
+            return self.write(key_states, value_states, *args, **kwargs)
         finally:
             self.keys, self.values = whole
+
+    def write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write tokens that fit; return what their queries may attend to."""
+        return super().update(key_states, value_states, *args, **kwargs)
 
     def check_rows(self, rows: int) -> None:
         """Raise `BatchSizeError` unless a batch of ``rows`` fits the buffers and continues what is held."""
         if not self.is_initialized:
             return
         self._check_fits(rows)
-        if rows != self.active_rows and not torch.compiler.is_compiling() and self.seen():
+        if torch.compiler.is_compiling():  # compiled code must not depend on what is held
+            return
+        if rows != self.active_rows and self.seen():
             raise BatchSizeError(
                 f"the batch has {rows} rows but the cache holds {self.active_rows} filled ones; fork the cache with "
                 f"batch_size={rows}, or select rows with batch_select_indices"
@@ -242,10 +250,11 @@ class _StaticRows(StaticLayer):
                 buffer.detach_()
 
 
-class PrefixStaticLayer(_StaticRows):
+class PrefixStaticLayer(StaticRows):
     """A full-attention layer of fixed size."""
 
     is_croppable = True
+    reads_held = False  # hand out what is held only, for forwards that are not compiled
 
     def __init__(self, max_cache_len: int) -> None:
         with torch.inference_mode(False):
@@ -260,6 +269,17 @@ class PrefixStaticLayer(_StaticRows):
             self._seen = int(self.cumulative_length)
         return self._seen
 
+    def write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write tokens that fit; return what their queries may attend to, and the room behind it."""
+        keys, values = super().write(key_states, value_states, *args, **kwargs)
+        return (keys[:, :, : self.seen()], values[:, :, : self.seen()]) if self.reads_held else (keys, values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys that ``query_length`` further queries are handed, and the first one's position."""
+        return (self.seen() + query_length, 0) if self.reads_held else super().get_mask_sizes(query_length)
+
     def count(self, added: int) -> None:
         """Note that ``added`` tokens come."""
         self._seen = None if torch.compiler.is_compiling() else self.seen() + added
@@ -268,52 +288,3 @@ class PrefixStaticLayer(_StaticRows):
         """Set the number of tokens seen, in place."""
         self.cumulative_length.fill_(length)
         self._seen = length
-
-
-class PrefixStaticSlidingWindowLayer(_StaticRows, StaticSlidingWindowLayer):
-    """A layer of fixed size with a sliding window or chunk.
-
-    The buffers hold one token more than the next one attends to, so that the last token can always be taken back.
-    """
-
-    def __init__(self, max_cache_len: int, sliding_window: int) -> None:
-        with torch.inference_mode(False):
-            StaticSlidingWindowLayer.__init__(self, max_cache_len=max_cache_len, sliding_window=sliding_window)
-        self.window = sliding_window
-        self.total_len = max_cache_len
-        self._held_from = 0  # position of the first token that may be used
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether every token stays in the window, so that any crop can be undone."""
-        return self.total_len <= self.max_cache_len
-
-    def seen(self) -> int:
-        """Return the tokens seen, as a plain int."""
-        return self.cumulative_length_int
-
-    def crop_to(self, length: int) -> None:
-        """Keep the first ``length`` tokens, in place."""
-        first = self.attention_state().first
-        removed = self.seen() - length
-        if removed and self.seen() > self.max_cache_len:
-            # The window is full and stays full: its tokens move up. What moves in at the front is out of the window.
-            for buffer in (self.keys.detach(), self.values.detach()):
-                buffer.copy_(buffer.roll(removed, dims=-2))
-        self.set_length(length)
-        self._held_from = first if length else 0
-
-    def set_length(self, length: int) -> None:
-        """Set the number of tokens seen, in place."""
-        self.cumulative_length_int = length
-        self.cumulative_length.fill_(min(length, self.max_cache_len))
-        self._held_from = 0
-
-    def lost(self) -> int:
-        """Return how many of the tokens in the buffers, at the front, are not to be used."""
-        return max(0, self._held_from - (self.seen() - self.held()))
-
-    def load(self, state: AttentionState, rows: int) -> None:
-        """Copy the end of ``state`` into the buffers for a batch of ``rows``; their addresses stay."""
-        super().load(state, rows)
-        self._held_from = state.first

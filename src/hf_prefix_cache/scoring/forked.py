@@ -13,6 +13,7 @@ import torch
 
 from ..caches import PrefixDynamicCache
 from ..compat import cache_argument
+from ..sharing import attending
 from .chunk_size import BatchLimits
 from .forward import read_forward
 from .model_access import input_device
@@ -131,7 +132,7 @@ class _Walk:
             asked = [np.arange(begin, end) for begin, end in bounds]
             which = np.concatenate(asked)
             rows = np.repeat(np.arange(len(places)), [len(part) for part in asked])
-            with cache.attend_shared_where_faster(self.model):
+            with attending(self.model, cache):
                 read_forward(
                     self.model,
                     self.tree.tokens[starts[:, None] + np.arange(size)],
