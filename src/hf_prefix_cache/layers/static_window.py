@@ -21,9 +21,9 @@ class PrefixStaticSlidingWindowLayer(StaticRows, StaticSlidingWindowLayer):
 
     def __init__(self, max_cache_len: int, sliding_window: int) -> None:
         # Tokens seen, in the window and before; and the same as a number, None after compiled code, which keeps none.
-        self._total = torch.tensor(0, dtype=torch.long)
         self._seen: int | None = 0
         with torch.inference_mode(False):
+            self._total = torch.tensor(0, dtype=torch.long)
             StaticSlidingWindowLayer.__init__(self, max_cache_len=max_cache_len, sliding_window=sliding_window)
         self.window = sliding_window
         self.total_len = max_cache_len
