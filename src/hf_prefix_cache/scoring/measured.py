@@ -15,7 +15,7 @@ import torch
 
 from ..attention import shared_prefix_attention
 from ..layers.state import KeyValues
-from .blocks import AttentionBlock, attend_in_blocks, takes_boolean_mask
+from .blocks import AttentionBlock, attend_in_blocks, kept_for, seen_by_all, takes_boolean_mask
 
 __all__ = ["AttentionChoice", "attend_as_measured", "is_measured"]
 
@@ -88,7 +88,7 @@ def attend_as_measured(
         ways: dict[str, Way] = {"masked": masked}
         if blocks:
             ways["blocks"] = lambda: in_blocks(*arguments, **kwargs)[0]
-        if _seen_by_all(mask, prepared):
+        if seen_by_all(mask, prepared):
             ways["shared"] = lambda: _shared(query, key, value, mask, scaling, prepared)
         if query.shape[2] * key.shape[2] >= _LEAST_FOR_FLEX:
             ways["flex"] = lambda: _flex(query, key, value, mask, scaling, prepared)
@@ -134,25 +134,6 @@ def _milliseconds(way: Way, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-def _kept(prepared: dict[Any, Any], what: str, mask: torch.Tensor, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` makes of ``mask``, made once for all layers that share the mask."""
-    place = what, id(mask)
-    if place not in prepared:
-        # The mask itself is kept too, so that no other one can take its identity meanwhile.
-        prepared[place] = mask, make()
-    return prepared[place][1]
-
-
-def _seen_by_all(mask: torch.Tensor, prepared: dict[Any, Any]) -> int:
-    """Return how many of the first keys every query sees; not the last one, since merging needs keys on both sides."""
-
-    def make() -> int:
-        seen = mask[0, 0].all(dim=0).to(torch.int64).cumprod(dim=0)
-        return min(int(seen.sum()), mask.shape[3] - 1)
-
-    return _kept(prepared, "seen by all", mask, make)
-
-
 def _shared(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -161,7 +142,7 @@ def _shared(
     scaling: float | None,
     prepared: dict[Any, Any],
 ) -> torch.Tensor:
-    seen = _seen_by_all(mask, prepared)
+    seen = seen_by_all(mask, prepared)
 
     def additive() -> torch.Tensor:
         own = mask[..., seen:]
@@ -170,7 +151,7 @@ def _shared(
             ~own, torch.finfo(query.dtype).min
         )
 
-    own_mask = _kept(prepared, f"shared {query.dtype}", mask, additive)
+    own_mask = kept_for(mask, f"shared {query.dtype}", prepared, additive)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shared = KeyValues(key[:, :, :seen], value[:, :, :seen])
     own = KeyValues(key[:, :, seen:], value[:, :, seen:])
@@ -195,7 +176,7 @@ def _flex(
     def make() -> Any:
         return create_block_mask(is_visible, None, None, *visible.shape, device=visible.device)
 
-    block_mask = _kept(prepared, "flex", mask, make)
+    block_mask = kept_for(mask, "flex", prepared, make)
     is_grouped = query.shape[1] != key.shape[1]
     output = _flex_kernel()(query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=is_grouped)
     return output.transpose(1, 2).contiguous()
