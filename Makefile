@@ -12,15 +12,15 @@ OLDEST_VENV := .venv-oldest
 # Twice quiet: errors only.
 PIP := -m pip install -qq --disable-pip-version-check
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS)
-FAST := -m "not slow and not notebook"
+FAST := -m "not slow and not notebook and not zoo"
 
-.PHONY: demo test test-fast test-oldest notebooks coverage lint format types check clean
+.PHONY: demo test test-fast test-oldest notebooks zoo coverage-table coverage lint format types check clean
 
 demo: $(VENV)/installed
 	@$(VENV)/bin/hf-prefix-cache demo
 
 test: $(VENV)/installed
-	@$(call pytest,$(VENV))
+	@$(call pytest,$(VENV)) -m "not zoo"
 
 test-fast: $(VENV)/installed
 	@$(call pytest,$(VENV)) $(FAST)
@@ -30,6 +30,15 @@ test-oldest: $(OLDEST_VENV)/installed
 
 notebooks: $(VENV)/installed
 	@$(call pytest,$(VENV)) -m notebook
+
+# Every architecture of Transformers, against docs/coverage.json.
+zoo: $(VENV)/installed
+	@$(call pytest,$(VENV)) -m zoo tests/zoo
+
+# Writes docs/coverage.json and docs/coverage.md, on both ends of the supported range.
+coverage-table: $(VENV)/installed $(OLDEST_VENV)/installed
+	@cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(OLDEST_VENV)/bin/python -m zoo.table
+	@cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(VENV)/bin/python -m zoo.table
 
 coverage: $(VENV)/installed
 	@$(call pytest,$(VENV)) $(FAST) --cov

@@ -11,9 +11,11 @@ from .caches import (
     QuantizationReport,
     total_nbytes,
 )
+from .check import CheckCell, CheckReport, check
 from .conversation import Branch, Mark
 from .exceptions import *  # noqa: F403 - every error is public, and listed in exceptions.__all__
 from .generation import Warmup, register, unregister, warmup
+from .layers import forget_layer_kind, register_layer_kind
 from .model import PrefixCachedModel
 from .quantization import QuantizationError
 from .report import GenerationReport, last_report
@@ -35,6 +37,8 @@ from .strategy import StrategyChoice, choose_strategy
 
 __all__ = [
     "Branch",
+    "CheckCell",
+    "CheckReport",
     "ContinuationScore",
     "GenerationReport",
     "Mark",
@@ -56,8 +60,10 @@ __all__ = [
     "StoreStats",
     "StrategyChoice",
     "Warmup",
+    "check",
     "choose_strategy",
     "encode_pairs",
+    "forget_layer_kind",
     "invalidate",
     "last_report",
     "last_scoring_report",
@@ -65,6 +71,7 @@ __all__ = [
     "loglikelihood_rolling",
     "plan",
     "register",
+    "register_layer_kind",
     "set_store",
     "store_for",
     "total_nbytes",

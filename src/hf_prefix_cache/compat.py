@@ -7,8 +7,9 @@ import fails with `IncompatibleTransformersError`, which names what moved.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,21 +27,25 @@ __all__ = [
     "LayerSpec",
     "attention_implementation",
     "cache_argument",
+    "convolution_widths",
     "decoder_config",
     "drafts_from_tokens",
     "forget_rotary_state",
     "generation_mixin",
     "keeps_padding_mask",
+    "layer_class",
     "layer_specs",
     "name_lists",
     "original_max_positions",
     "output_cache",
     "positions_follow_mask",
+    "positions_from_padding_id",
     "refuse_cache_keyword",
     "resumes_in_one_call",
     "runs_on_static_caches",
     "takes_attention_interface",
     "takes_cache",
+    "why_no_cache",
 ]
 
 _GENERATION = "transformers.generation.utils"
@@ -78,7 +83,49 @@ _POSITIONS_FROM_PADDING_ID = frozenset(
 
 # Models whose running state continues exactly when several tokens follow it in one forward. Others (Mamba,
 # Falcon-Mamba and Jamba, measured) start their scan from zero then, and are right only one token at a time.
-_RESUMES = frozenset({"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "qwen3_next"})
+_RESUMES = frozenset(
+    {
+        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "kimi_linear", "lara_mini", "lfm2"),
+        *("lfm2_moe", "lfm3", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        "zaya",
+    }
+)
+
+_RUNNING_KINDS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+
+# What configurations call the width of the convolution before a running state.
+_CONVOLUTION_WIDTHS = (
+    *("conv_kernel", "conv_kernel_size", "conv_L_cache", "d_conv", "linear_conv_kernel_dim", "mamba_d_conv"),
+    *("mamba_conv_kernel", "short_conv_kernel_size", "conv1d_width"),
+)
+
+# Models that limit time steps in the scan of a whole text, and not in the step of a single token.
+_STEPS_WITHOUT_LIMIT = frozenset({"nemotron_h", "zamba2"})
+
+# Models whose configuration names a window that their masks know nothing of: they attend to every token.
+_ATTENDS_FULLY = frozenset({"moshi"})
+
+# Models that are wrong behind a cached prefix however it is fed, in plain Transformers too, and why.
+_BOTH_WAYS = (
+    "its tokens also attend to those behind them, so that a prefix is not the same before another suffix; use "
+    "Transformers as it is, or hpc.loglikelihood, which scores it row by row"
+)
+_WRONG_BEHIND_A_PREFIX = {
+    "bamba": (
+        "its forward counts positions from 0 behind a cached prefix, in plain Transformers too; use Transformers as "
+        "it is, whose generate passes position_ids"
+    ),
+    "blt": "it reads bytes in patches, and keeps caches of three transformers; use Transformers as it is",
+    "cpmant": _BOTH_WAYS,
+    "git": "it takes every cached prefix for one that begins with an image; use Transformers as it is",
+    "prophetnet": _BOTH_WAYS,
+    "unlimited_ocr_text": (
+        "what its windows keep depends on where the prompt ended, so that a prefix is not the same in two prompts; "
+        "use Transformers as it is"
+    ),
+    "xlm": "its masks are made for the new tokens alone; use Transformers as it is",
+    "xlnet": _BOTH_WAYS,
+}
 
 # The tuples that `GenerationConfig.validate` looks names up in: every name goes into the first, static ones into both.
 _ALL_NAMES, _STATIC_NAMES = "ALL_CACHE_IMPLEMENTATIONS", "ALL_STATIC_CACHE_IMPLEMENTATIONS"
@@ -127,11 +174,18 @@ class LayerSpec(NamedTuple):
         kind: Transformers' layer type.
         window: Width of its window in tokens, where it has one.
         states: Running states of its own, where it has any.
+        options: What Transformers makes its layer with.
     """
 
     kind: str
     window: int | None
     states: int = 1
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def has_running_state(self) -> bool:
+        """Whether it keeps a running state (convolution, state space, linear attention)."""
+        return self.kind in _RUNNING_KINDS
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -142,13 +196,32 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def layer_specs(config: PreTrainedConfig) -> list[LayerSpec]:
     """Return one `LayerSpec` for each layer of the decoder of ``config``."""
     config = decoder_config(config)
+    if not hasattr(config, "num_hidden_layers"):
+        return []  # several transformers in one: see `why_no_cache`
     kinds, options = _get_layer_types_and_kwargs(config)
     specs = [
-        LayerSpec(kind, layer_options.get("sliding_window"), layer_options.get("number_of_states", 1))
+        LayerSpec(kind, layer_options.get("sliding_window"), layer_options.get("number_of_states", 1), layer_options)
         for kind, layer_options in zip(kinds, options, strict=True)
     ]
+    if config.model_type in _ATTENDS_FULLY:
+        specs = [LayerSpec("full_attention", None)] * len(specs)
+    specs += _repeated(config, specs)
     # Before 5.24, layers that read another layer's keys are left out of the list; from then on they are in it.
     return specs + [LayerSpec("dummy", None)] * (config.num_hidden_layers - len(specs))
+
+
+def _repeated(config: PreTrainedConfig, specs: list[LayerSpec]) -> list[LayerSpec]:
+    """Return what else models keep that run some layers several times, each time with a cache of its own."""
+    if config.model_type != "dory" or config.recurrent_kv_cache_mode != "per_loop":
+        return []
+    start = config.n_input_layers
+    return specs[start : start + config.n_recurrent_layers] * (config.n_recurrent_loops - 1)
+
+
+def layer_class(kind: str) -> type | None:
+    """Return the class of growing layers that Transformers, or a modeling file, has for layers of ``kind``."""
+    classes: dict[str, type] = _lookup("transformers.cache_utils", "DYNAMIC_LAYER_TYPE_MAPPING")
+    return classes.get(kind)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
@@ -181,6 +254,28 @@ def takes_cache(model: PreTrainedModel) -> bool:
     return CACHE_ARGUMENT in inspect.signature(model.forward).parameters
 
 
+def why_no_cache(config: PreTrainedConfig) -> str:
+    """Return why models of ``config`` keep no `Cache` of Transformers, in words, or an empty string."""
+    if config.model_type in _WRONG_BEHIND_A_PREFIX:
+        return _WRONG_BEHIND_A_PREFIX[config.model_type]
+    if config.model_type in _STEPS_WITHOUT_LIMIT and getattr(config, "time_step_min", 0) > 0:
+        return (
+            f"time_step_min is {config.time_step_min}, and its decoding step leaves that limit out, in plain "
+            "Transformers too, so that single tokens behind a prefix differ from the uncached model; use Transformers "
+            "as it is, or hpc.loglikelihood, which scores it row by row"
+        )
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:  # a class of the user's own
+        return ""
+    takes_one = CACHE_ARGUMENT in inspect.signature(model_class.forward).parameters
+    if not takes_one or not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
+        return (
+            f"{model_class.__name__} keeps its state outside of Transformers' Cache on this release; use "
+            "Transformers as it is, or hpc.loglikelihood, which then scores row by row"
+        )
+    return ""
+
+
 def generation_mixin() -> type:
     """Return the class whose methods every generating model inherits."""
     mixin: type = _lookup(_GENERATION, "GenerationMixin")
@@ -190,6 +285,13 @@ def generation_mixin() -> type:
 def name_lists() -> tuple[Any, Sequence[str]]:
     """Return the module that lists ``cache_implementation`` names, and the attributes: all names, static ones."""
     return import_module(_GENERATION_CONFIG), (_ALL_NAMES, _STATIC_NAMES)
+
+
+def convolution_widths(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the widths of the convolutions before running states of ``config``, ascending."""
+    settings = decoder_config(config).to_dict()
+    found = {settings.get(name) for name in _CONVOLUTION_WIDTHS}
+    return tuple(sorted({int(width) for width in found if isinstance(width, int) and width > 1}))
 
 
 def original_max_positions(config: PreTrainedConfig) -> int | None:
@@ -249,6 +351,11 @@ def positions_follow_mask(config: PreTrainedConfig) -> bool:
         return True
     takes_them = "position_ids" in inspect.signature(model_class.forward).parameters
     return takes_them and config.model_type not in _POSITIONS_FROM_PADDING_ID
+
+
+def positions_from_padding_id(config: PreTrainedConfig) -> bool:
+    """Return whether models of ``config`` count positions from behind their padding id; ``generate`` does from 0."""
+    return config.model_type in _POSITIONS_FROM_PADDING_ID
 
 
 def runs_on_static_caches(model: PreTrainedModel) -> bool:

@@ -10,7 +10,7 @@ import torch
 from .caches import PrefixCache, PrefixDynamicCache
 from .compat import cache_argument, decoder_config, original_max_positions, resumes_in_one_call, takes_cache
 from .exceptions import UnsupportedModelError
-from .layers import PrefixRecurrentLayer, RecurrentState
+from .layers import KeptLayer, KeptState, PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
 from .weights import input_device
 
@@ -116,10 +116,15 @@ def next_token_logits(model: PreTrainedModel, input_ids: torch.Tensor, cache: Pr
 
 
 def has_running_state(prefix: PrefixCache | PrefixSnapshot) -> bool:
-    """Return whether a layer of ``prefix`` has a running state (Mamba and its like)."""
-    return any(isinstance(layer, PrefixRecurrentLayer | RecurrentState) for layer in prefix.layers)
+    """Return whether a layer of ``prefix`` has a state that exists only after the last token (Mamba and its like)."""
+    kept = (layer for layer in prefix.layers if isinstance(layer, KeptLayer | KeptState))
+    return _has_recurrent_layers(prefix) or not all(layer.kind.is_croppable for layer in kept)
 
 
 def takes_single_tokens(model: PreTrainedModel, prefix: PrefixCache | PrefixSnapshot) -> bool:
     """Return whether tokens behind ``prefix`` are right only one at a time (Mamba and its like)."""
-    return has_running_state(prefix) and not resumes_in_one_call(decoder_config(model.config))
+    return _has_recurrent_layers(prefix) and not resumes_in_one_call(decoder_config(model.config))
+
+
+def _has_recurrent_layers(prefix: PrefixCache | PrefixSnapshot) -> bool:
+    return any(isinstance(layer, PrefixRecurrentLayer | RecurrentState) for layer in prefix.layers)

@@ -9,6 +9,7 @@ import torch
 from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
 from .exceptions import InputMismatchError, LossyPrefixError, SnapshotIncompleteError, UnsupportedModelError
 from .forward import cache_behind, has_running_state, takes_single_tokens
+from .layers import KeptState
 from .report import GenerationReport
 from .sharing import attending
 from .snapshot import PrefixSnapshot
@@ -87,7 +88,9 @@ def forward_behind(
     reason = ""
     if crosses_regime(model, prefix, int(mask.sum(1).max())):
         reason = "rows are so long that the model's rotary scaling changes, and are computed whole"
-    attends_fully = all(layer.window is None for layer in prefix.layers) and not has_running_state(prefix)
+    attends_fully = not has_running_state(prefix) and all(
+        layer.window is None and not isinstance(layer, KeptState) for layer in prefix.layers
+    )
     can_mask = attends_fully and positions_follow_mask(model.config)
     is_padded, computed = not bool(mask.all()), int(mask.sum())
     total = rows * prefix.seq_length + computed
@@ -122,7 +125,7 @@ def forward_grouped(
         **kwargs: Passed on to the model.
 
     Raises:
-        UnsupportedModelError: A keyword asks for more than logits.
+        UnsupportedModelError: A keyword asks for more than logits, or the prefix has padding.
         SnapshotIncompleteError: A row must be computed whole, and the prefix does not know its tokens.
     """
     refused = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
@@ -130,6 +133,11 @@ def forward_grouped(
         raise UnsupportedModelError(
             f"these rows run in groups on {type(model).__name__}, which gives logits only; leave out "
             f"{', '.join(refused)}, or pass rows of equal length without padding, below any change of rotary scaling"
+        )
+    if prefix.padding_mask is not None:
+        raise UnsupportedModelError(
+            f"the prefix has padding, which rows that run in groups on {type(model).__name__} would take for tokens; "
+            "pass a prefix that was computed without padding"
         )
     lengths = mask.sum(1)
     if prefix.input_ids is None and crosses_regime(model, prefix, int(lengths.max())):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword
+from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword, why_no_cache
 from ..exceptions import (
     BatchSizeError,
     FingerprintMismatchError,
@@ -19,6 +20,7 @@ from ..exceptions import (
     UnsupportedModelError,
 )
 from ..fingerprint import fingerprint_of, same_architecture
+from ..layers import LayerState, NothingState
 from ..layers.portable import portable
 from ..snapshot import PrefixSnapshot
 from ..storage import storage_bytes
@@ -39,13 +41,17 @@ def attention_layers(config: PreTrainedConfig, cache_name: str, kinds: Container
 
     Raises:
         UnsupportedLayerError: Another kind.
-        UnsupportedModelError: The model has an encoder, whose cross-attention needs a cache of its own.
+        UnsupportedModelError: The model has an encoder, whose cross-attention needs a cache of its own, or keeps no
+            `Cache` of Transformers.
     """
     if decoder_config(config).is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(config).__name__} describes a model with an encoder, which {cache_name} does not serve; use "
             "Transformers' EncoderDecoderCache"
         )
+    obstacle = why_no_cache(config)
+    if obstacle:
+        raise UnsupportedModelError(f"{cache_name} does not serve this model: {obstacle}")
     specs = layer_specs(config)
     for index, spec in enumerate(specs):
         if spec.kind not in kinds:
@@ -141,7 +147,7 @@ class PrefixCache(EditableCache):
             if next_logits.shape[0] not in (1, rows):
                 raise InputMismatchError(f"next_logits has {next_logits.shape[0]} rows but the cache holds {rows}")
         return PrefixSnapshot(
-            layers=tuple(layer.share().detach() for layer in self.layers),
+            layers=tuple(_after(length, layer.share().detach()) for layer in self.layers),
             seq_length=length,
             batch_size=rows,
             strategy=self.strategy,
@@ -240,6 +246,11 @@ class PrefixCache(EditableCache):
                 f"batch_size is {wanted} but {held} rows are held; a batch of 1 can be expanded to any number, "
                 "another one keeps its rows"
             )
+
+
+def _after(length: int, state: LayerState) -> LayerState:
+    """Return ``state``, told how many tokens the cache holds where the layer could not know."""
+    return replace(state, length=length) if isinstance(state, NothingState) else state
 
 
 def total_nbytes(caches: Iterable[Cache | PrefixSnapshot]) -> int:

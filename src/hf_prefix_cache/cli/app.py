@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .check import check
 from .demo import demo
 from .eval import CONTEXT_SETTINGS as EVAL_CONTEXT
 from .eval import evaluate
@@ -46,6 +47,7 @@ def _common(
     """Hold the options that come before a subcommand; its docstring is not shown."""
 
 
+app.command()(check)
 app.command()(demo)
 app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
 app.command()(plan)

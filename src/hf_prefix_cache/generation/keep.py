@@ -9,7 +9,7 @@ import torch
 
 from ..compat import decoder_config
 from ..forward import has_running_state, takes_single_tokens
-from ..layers import RecurrentState
+from ..layers import KeptState, RecurrentState
 from ..layers.quantized_state import quantized
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
@@ -83,7 +83,7 @@ def keep_rows(
     held = min(cache.seq_length, call.kept_columns or cache.seq_length)
     # Views of the cache's own tensors: the store copies what it does not hold yet.
     layers = [layer.state().detach() for layer in cache.layers]
-    has_state = any(isinstance(layer, RecurrentState) for layer in layers)
+    has_state = any(isinstance(layer, RecurrentState | KeptState) for layer in layers)
     for index, padding in enumerate(batch.padding):
         if padding and has_state:
             continue  # padding went through the state, masked as the model masks it: nothing to build on

@@ -1,7 +1,9 @@
 """One module per layer kind: capture, restore, fork and crop of what a layer holds."""
 
 from .dynamic import PrefixDynamicLayer, PrefixDynamicSlidingWindowLayer
-from .kinds import DYNAMIC_KINDS, STATIC_KINDS
+from .kept import KeptLayer, KeptState
+from .kinds import DYNAMIC_KINDS, STATIC_KINDS, forget_layer_kind, register_layer_kind
+from .nothing import NothingState
 from .recurrent import LayerState, PrefixRecurrentLayer, RecurrentState
 from .state import AttentionState, KeyValues
 from .static import PrefixStaticLayer
@@ -11,12 +13,17 @@ __all__ = [
     "DYNAMIC_KINDS",
     "STATIC_KINDS",
     "AttentionState",
+    "KeptLayer",
+    "KeptState",
     "KeyValues",
     "LayerState",
+    "NothingState",
     "PrefixDynamicLayer",
     "PrefixDynamicSlidingWindowLayer",
     "PrefixRecurrentLayer",
     "PrefixStaticLayer",
     "PrefixStaticSlidingWindowLayer",
     "RecurrentState",
+    "forget_layer_kind",
+    "register_layer_kind",
 ]

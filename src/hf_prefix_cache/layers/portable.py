@@ -14,7 +14,7 @@ def portable(state: LayerState) -> LayerState:
     """Return ``state`` as keys and values on the device that computes with them; itself where it is that already."""
     if isinstance(state, RecurrentState):
         return state if state.attention is None else replace(state, attention=_portable(state.attention))
-    return _portable(state)
+    return _portable(state) if isinstance(state, AttentionState) else state
 
 
 def _portable(state: AttentionState) -> AttentionState:

@@ -7,6 +7,7 @@ from typing import Any
 from ..compat import LayerSpec
 from ..quantization import Scheme
 from .hybrid import HybridLayer
+from .nothing import PrefixNothingLayer
 from .quantized import PrefixQuantizedLayer, PrefixQuantizedSlidingWindowLayer
 from .recurrent import PrefixRecurrentLayer
 from .scratch import Scratch
@@ -84,5 +85,6 @@ QUANTIZED_KINDS: dict[str, Callable[[LayerSpec, QuantizedParts], Any]] = {
     "linear_attention": lambda spec, parts: PrefixRecurrentLayer(spec.states),
     "hybrid": _hybrid,
     "hybrid_sliding": _hybrid_sliding,
+    "dummy": lambda spec, parts: PrefixNothingLayer(),
 }
 """Makes a layer of a quantized cache."""

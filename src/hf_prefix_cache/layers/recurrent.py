@@ -8,6 +8,8 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..exceptions import BatchSizeError
+from .kept import KeptState
+from .nothing import NothingState
 from .state import AttentionState
 
 __all__ = [
@@ -103,7 +105,7 @@ class RecurrentState:
         )
 
 
-LayerState = AttentionState | RecurrentState
+LayerState = AttentionState | RecurrentState | KeptState | NothingState
 """What a layer of any kind holds at a moment."""
 
 
@@ -142,6 +144,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
         """Add the inputs ``[rows, channels, tokens]`` of a convolution and return them behind those held."""
         self.check_rows(conv_states.shape[0])
         self._leave_inference_mode()
+        self._drop_other_rows(self.conv_states, self.is_conv_states_initialized, state_idx, conv_states)
         result: torch.Tensor = LinearAttentionLayer.update_conv_state(self, conv_states, state_idx, **kwargs)
         if state_idx == 0:
             self._tokens, self._step_begun = self._tokens + conv_states.shape[-1], False
@@ -152,6 +155,7 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
     ) -> torch.Tensor:
         """Replace the recurrent state ``[rows, ...]``."""
         self._leave_inference_mode()
+        self._drop_other_rows(self.recurrent_states, self.is_recurrent_states_initialized, state_idx, recurrent_states)
         result: torch.Tensor = LinearAttentionLayer.update_recurrent_state(self, recurrent_states, state_idx, **kwargs)
         return result
 
@@ -292,6 +296,13 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
 
     def unshare(self) -> None:
         """Do nothing: a running state is never shared."""
+
+    @staticmethod
+    def _drop_other_rows(held: dict[int, Any], flags: dict[int, bool], state_idx: int, new: torch.Tensor) -> None:
+        """Give up a tensor that a reset left behind, where the next batch has other rows: it cannot be written to."""
+        tensor = held[state_idx]
+        if tensor is not None and tensor.shape[0] != new.shape[0]:
+            held[state_idx], flags[state_idx] = None, False
 
     def _counted(self) -> int:
         return self._tokens + self._step_begun

@@ -1,0 +1,42 @@
+"""The recorded coverage of both ends of the supported range, and what it is to be worse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RECORD", "RIGHT", "newest", "read_record", "worse_cells", "write_record"]
+
+RECORD = Path(__file__).parents[2] / "docs" / "coverage.json"
+RIGHT = {"exact": 2, "refused": 1}
+"""Outcomes that are allowed, the better one higher."""
+
+
+def read_record() -> dict[str, dict[str, Any]]:
+    """Return what is recorded, by release and architecture; empty where nothing is."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def write_record(record: dict[str, dict[str, Any]]) -> None:
+    """Write the record, sorted."""
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def newest(record: dict[str, Any]) -> list[str]:
+    """Return the recorded releases, the newest first."""
+    return sorted(record, key=lambda name: [int(part) for part in name.split(".")], reverse=True)
+
+
+def worse_cells(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the cells of an architecture that got worse, and those that are wrong."""
+    if "cells" not in now:
+        return ["it is not built any more"] if "cells" in before else []
+    found = []
+    for strategy, operations in now["cells"].items():
+        for operation, cell in operations.items():
+            rank = RIGHT.get(cell["outcome"], 0)
+            earlier = before.get("cells", {}).get(strategy, {}).get(operation, {}).get("outcome", "refused")
+            if rank < RIGHT.get(earlier, 1):
+                found.append(f"{strategy} {operation}: {earlier} before, now {cell}")
+    return found
