@@ -50,7 +50,7 @@ class Record:
         """Return what is recorded under ``key``, or make and record it."""
         place = self.values.setdefault(part, {})
         if key not in place:
-            place[key] = make()
+            place[key] = {**make(), "clock": clock}
             print(part, key, json.dumps({name: shorter(value) for name, value in place[key].items()}), flush=True)
             self.save()
         return place[key]
@@ -85,13 +85,13 @@ def random_tokens(model, *shape):
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-now = CLOCKS["wall"]
+clock, now = "wall", CLOCKS["wall"]
 
 
 def set_clock(name):
     """Measure by the clock on the wall, or by the process' own CPU time, on a core that others use too."""
-    global now
-    now = CLOCKS[name]
+    global clock, now
+    clock, now = name, CLOCKS[name]
 
 
 def timed(model, call):
@@ -485,7 +485,6 @@ def main():
     record = Record(RESULTS / f"generation-{arguments.device}-{name}-{arguments.dtype}.json")
     record.values["setting"] = {
         "hardware": hardware(arguments.device, arguments.note),
-        "clock": arguments.clock,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "model": name,

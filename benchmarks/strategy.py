@@ -104,7 +104,6 @@ def main():
     record = Record(RESULTS / f"strategy-{arguments.device}-{name}-{arguments.dtype}.json")
     record.values["setting"] = {
         "hardware": hardware(arguments.device, arguments.note),
-        "clock": arguments.clock,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "model": name,
