@@ -327,6 +327,24 @@ def test_keywords_go_to_the_model_where_rows_run_together(llama, tiny_model):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prefix_with_padding_is_masked_or_refused(name, tiny_model):
+    wrapped = hpc.PrefixCachedModel(tiny_model(name))
+    prompt, prompt_mask = pad_left(tokens(12), tokens(9))
+    cache = hpc.PrefixDynamicCache(config=wrapped.model.config)
+    generated(wrapped.model, prompt[1:], attention_mask=prompt_mask[1:], max_new_tokens=1, **cache_argument(cache))
+    ids, mask = pad_left(tokens(4), tokens(2))
+    if name == "mistral":
+        for call in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}):
+            with pytest.raises(hpc.UnsupportedModelError, match="padding"):
+                wrapped.forward(**call, prefix=cache)
+        return
+    logits = wrapped.forward(ids, prefix=cache, attention_mask=mask).logits
+    for row in (0, 1):
+        expected = logits_of(wrapped.model, torch.cat([tokens(9), ids[row][mask[row].bool()]]))[9:]
+        torch.testing.assert_close(logits[row, mask[row].bool()], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize(
     ("ids", "mask", "error", "message"),
     [

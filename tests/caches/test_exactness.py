@@ -19,7 +19,8 @@ from cache_oracles import (
     uncached,
 )
 
-from hf_prefix_cache.compat import CACHE_ARGUMENT
+import hf_prefix_cache as hpc
+from hf_prefix_cache.compat import CACHE_ARGUMENT, cache_argument
 from hf_prefix_cache.exceptions import NotCroppableError
 from tiny_models import TINY_MODELS, WINDOW
 
@@ -77,6 +78,30 @@ def test_snapshot_fork_crop_and_restore_equal_the_uncached_forward_at_every_spli
             cache.restore(snapshot)
         assert_unchanged(snapshot, before)
         assert_exact(cached(model, suffixes[split][2:], cache), expected[split][2:])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_of_unequal_suffixes_equal_the_uncached_forward_at_every_split(known, strategy):
+    model, text, suffixes, expected = known
+    wrapped = hpc.PrefixCachedModel(model, strategy=strategy)
+    cache = new_cache(strategy, model)
+    has_windows = any(layer.window for layer in cache.layers)
+    for split in SPLITS:
+        cache.reset()
+        cached(model, text[:, :split], cache)
+        width, on_the_left = max(SUFFIXES), split % 2
+        ids, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.int64)
+        for row, tokens in enumerate(SUFFIXES):
+            where = slice(width - tokens, width) if on_the_left else slice(tokens)
+            ids[row, where], mask[row, where] = suffixes[split][row, :tokens], 1
+        if has_windows:  # which forbid padding between prefix and suffix
+            logits = wrapped.forward(ids, prefix=cache, attention_mask=mask).logits
+        else:
+            batch = cache.fork(batch_size=3)
+            logits = model(**batch.prepare_inputs(ids, mask)._asdict(), **cache_argument(batch)).logits
+        for row, tokens in enumerate(SUFFIXES):
+            assert_exact(logits[row, mask[row].bool()], expected[split][row, :tokens])
+        assert cache.seq_length == split
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
