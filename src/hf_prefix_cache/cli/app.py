@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from ._command import PackageCommand
 from .bench import bench
 from .check import check
 from .demo import demo
 from .eval import CONTEXT_SETTINGS as EVAL_CONTEXT
 from .eval import evaluate
+from .inspect import inspect
 from .plan import plan
 from .score import score
 
@@ -47,11 +49,12 @@ def _common(
     """Hold the options that come before a subcommand; its docstring is not shown."""
 
 
-app.command()(check)
-app.command()(demo)
-app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
-app.command()(plan)
-app.command()(score)
+app.command(cls=PackageCommand)(check)
+app.command(cls=PackageCommand)(demo)
+app.command("eval", cls=PackageCommand, context_settings=EVAL_CONTEXT)(evaluate)
+app.command(cls=PackageCommand)(inspect)
+app.command(cls=PackageCommand)(plan)
+app.command(cls=PackageCommand)(score)
 app.add_typer(bench, name="bench")
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ._command import PackageCommand
 from ._console import CommandError, clear_errors, print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def _common() -> None:
     """Keep `memory` a subcommand; its docstring is not shown."""
 
 
-@bench.command()
+@bench.command(cls=PackageCommand)
 def memory(
     text: Annotated[Path, typer.Argument(help="A long text: its beginning is the prefix, perplexity is of the rest.")],
     model: Annotated[
