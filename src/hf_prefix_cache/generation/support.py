@@ -11,6 +11,7 @@ from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
 from ..compat import drafts_from_tokens, generation_mixin, runs_on_static_caches, takes_cache
 from ..exceptions import UnsupportedModelError
+from ..forward import has_running_state
 from ..layers import DYNAMIC_KINDS
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
 def check_assisted(model: PreTrainedModel, cache: PrefixCache) -> None:
     """Raise `UnsupportedModelError` where rejected drafts could not be taken back from ``cache``."""
     if isinstance(cache, PrefixStaticCache) and not all(layer.is_sliceable for layer in cache.layers):
+        what = "running states" if has_running_state(cache) else "windows"
         raise UnsupportedModelError(
-            f"{type(model).__name__} has windows, from which a static cache cannot take rejected drafts back; use "
+            f"{type(model).__name__} has {what}, from which a static cache cannot take rejected drafts back; use "
             "'prefix-dynamic' for assisted decoding and prompt lookup"
         )
 
