@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import hf_prefix_cache as hpc
 from generation.oracles import generated, tokens
 from hf_prefix_cache.strategy import cache_bytes
+from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
 
 
@@ -79,3 +80,17 @@ def test_auto_in_generate_names_what_it_chose(tiny_model):
         output = generated(model, prompt, cache_implementation="prefix-auto")
         assert torch.equal(output, generated(model, prompt))
         assert (hpc.last_report(model).strategy, hpc.last_report(model).reused_tokens) == ("prefix-dynamic", reused)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_running_states_gain_nothing_from_static_shapes(name, on_a_gpu):
+    choice = hpc.choose_strategy(RECURRENT_MODELS[name](), tokens=100)
+    assert choice.strategy == "prefix-dynamic"
+    assert "running states" in str(choice)
+
+
+def test_no_strategy_is_chosen_for_a_model_that_none_serves_exactly():
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    with pytest.raises(hpc.UnsupportedModelError, match="EncoderDecoderCache"):
+        hpc.choose_strategy(model, tokens=10)

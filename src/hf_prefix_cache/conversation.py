@@ -96,7 +96,7 @@ class Branch:
         """What has been computed of them."""
         return self._here.snapshot
 
-    def generate(self, prompt: Any, **generate_kwargs: Any) -> Any:
+    def generate(self, prompt: Any, *, template_options: dict[str, Any] | None = None, **generate_kwargs: Any) -> Any:
         """Generate from a complete prompt, which continues the conversation as it stands.
 
         What the prompt shares with the conversation is not computed again. Where it leaves the conversation (a chat
@@ -104,6 +104,7 @@ class Branch:
 
         Args:
             prompt: One complete prompt: text, token ids or chat messages.
+            template_options: Passed on to the chat template of messages, as to `PrefixCachedModel.prefill`.
             **generate_kwargs: Passed on to ``model.generate``.
 
         Returns:
@@ -112,7 +113,8 @@ class Branch:
         Raises:
             InputMismatchError: Several prompts, or arguments that ask for several rows.
         """
-        ids, mask = encode_prompts(prompt, model=self._model, tokenizer=self._tokenizer)
+        options = template_options or {}
+        ids, mask = encode_prompts(prompt, model=self._model, tokenizer=self._tokenizer, **options)
         if ids.shape[0] != 1 or (mask is not None and not bool(mask.all())):
             raise InputMismatchError(f"prompt has {ids.shape[0]} rows; a branch continues one conversation")
         divergence = describe_divergence(ids, None, self.input_ids[0], self._tokenizer)
