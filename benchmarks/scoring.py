@@ -221,6 +221,17 @@ def measure_set(record, name, model, tokenizer, arguments):
         return {"seconds": [seconds for seconds, _ in runs], "logprobs": runs[0][1]}
 
     mine = record.once((group, "ours"), run_ours)
+    if name.startswith("scaling"):
+        seconds = statistics.median(mine["seconds"])
+        record.values[group]["growth"] = {
+            "requests": len(pairs),
+            "grouped_tokens": sharing.grouped_tokens,
+            "unique_tokens": sharing.unique_tokens,
+            "seconds": seconds,
+        }
+        record.save()
+        print(f"{group}: {len(pairs)} requests, {sharing.unique_tokens} distinct tokens, {seconds:.2f} s", flush=True)
+        return
     tried = {}
     if arguments.device == "cuda":
         best = "auto"
@@ -297,10 +308,10 @@ def draw(record, path):
     points = {
         name.split()[0]: (entry["summary"]["token_ratio"], entry["summary"]["speedup_over_hflm"])
         for name, entry in record.values.items()
-        if isinstance(entry, dict) and "summary" in entry and not name.startswith("scaling")
+        if isinstance(entry, dict) and "summary" in entry
     }
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    axes, growth = figure.subplots(1, 2, width_ratios=[3, 2])
     most = max((max(point) for point in points.values()), default=1) * 1.3
     axes.plot([0.8, most], [0.8, most], color="grey", linewidth=1, label="token ratio")
     for name, (ideal, reached) in points.items():
@@ -310,6 +321,13 @@ def draw(record, path):
     axes.set_ylabel("reached speed-up over HFLM")
     axes.set_title(f"{record.values['setting']['model']}, {record.values['setting']['dtype']}")
     axes.legend()
+    entries = [entry["growth"] for entry in record.values.values() if isinstance(entry, dict) and "growth" in entry]
+    growth.plot([e["unique_tokens"] for e in entries], [e["seconds"] for e in entries], marker="o")
+    for entry in entries:
+        label = f"{entry['requests']} requests,\n{entry['grouped_tokens']:,} tokens"
+        growth.annotate(label, (entry["unique_tokens"], entry["seconds"]), xytext=(6, -14), textcoords="offset points")
+    growth.set(xlabel="distinct tokens", ylabel="seconds", xlim=(0, None), ylim=(0, None))
+    growth.set_title("Cost under one root grows with distinct tokens")
     figure.savefig(path, dpi=150)
 
 
