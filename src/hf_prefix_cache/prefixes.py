@@ -10,7 +10,7 @@ from .caches import PrefixQuantizedCache
 from .compat import forget_rotary_state, original_max_positions
 from .exceptions import UnsupportedModelError
 from .fingerprint import fingerprint_of
-from .forward import feed_prefix
+from .forward import feed_prefix, has_running_state
 from .generation import computes_randomly
 from .generation.strategies import single_cache
 from .snapshot import PrefixSnapshot
@@ -55,6 +55,10 @@ def compute_prefix(
         known = store.match(ids[0, :-1], fingerprint, strategy=key) if length > 1 else None
     if known is not None:
         cache.load(known, batch_size=1)
+    if has_running_state(cache) and is_short and not cache.is_lossy and length - cache.seq_length > 1:
+        # A running state exists only where it was kept: from here, the whole prefix can be asked as a prompt.
+        feed_prefix(model, ids[:, cache.seq_length : -1], cache)
+        store.insert(cache.snapshot(model=model, input_ids=ids[:, :-1]))
     logits = feed_prefix(model, ids[:, cache.seq_length :], cache)
     snapshot = cache.snapshot(model=model, input_ids=ids, next_logits=logits)
     if is_short:
