@@ -22,6 +22,7 @@ from .layers.quantized_state import scheme_of
 from .quantization import Scheme, make_scheme
 from .tensor_file import Part, PreparedFile, prepare_file, read_header, read_tensors
 from .validation import STRATEGIES, check_token_ids
+from .weights import layer_devices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,7 +114,11 @@ def load_snapshot(
 
     config = None if model is None else decoder_config(model.config)
     _, snapshot = read_snapshot(Path(path), config=config, check=check)
-    return snapshot if model is None else snapshot.to(model.device)
+    if model is None:
+        return snapshot
+    devices = layer_devices(model, len(snapshot.layers))
+    layers = tuple(layer.to(device) for layer, device in zip(snapshot.layers, devices, strict=True))
+    return replace(replace(snapshot, layers=()).to(devices[-1]), layers=layers)
 
 
 def read_snapshot_header(path: Path) -> tuple[SnapshotHeader, torch.Tensor]:

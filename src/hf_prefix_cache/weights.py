@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Weight", "input_device", "weights_of"]
+__all__ = ["Weight", "input_device", "layer_devices", "weights_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,24 @@ def input_device(model: PreTrainedModel) -> torch.device:
             if hook.execution_device is not None:
                 return torch.device(hook.execution_device)
     return device
+
+
+def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+    """Return the device that each of the ``layers`` layers of the decoder computes on."""
+    default = input_device(model)
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == layers)
+    return [_computes_on(layer) or default for layer in next(lists, [None] * layers)]
+
+
+def _computes_on(module: torch.nn.Module | None) -> torch.device | None:
+    """Return where ``module`` computes, as far as its hooks or its weights say."""
+    if module is None:
+        return None
+    hooks = (hook for inner in module.modules() for hook in _hooks(inner) if hook.execution_device is not None)
+    hook = next(hooks, None)
+    if hook is not None:
+        return torch.device(hook.execution_device)
+    return next((parameter.device for parameter in module.parameters()), None)
 
 
 def weights_of(model: PreTrainedModel) -> Iterator[Weight]:

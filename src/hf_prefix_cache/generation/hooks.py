@@ -21,6 +21,7 @@ from ..report import GenerationReport, record_report
 from ..sharing import feeds_apart
 from ..strategy import choose_strategy
 from ..validation import STRATEGIES
+from ..weights import input_device
 from .call import Call, CallOptions, current_call, running_call
 from .columns import feed_columns
 from .compiled import pad_compiled_steps, will_compile
@@ -123,7 +124,7 @@ def _make_cache(
         check_static(model, call.cache)
         if model_kwargs.get("attention_mask") is None and keeps_padding_mask(model.config):
             shape = (rows, int(generation_config._mask_length or 0))
-            model_kwargs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=model.device)
+            model_kwargs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=input_device(model))
     call.strategy = strategy
 
 
