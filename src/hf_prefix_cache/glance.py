@@ -1,0 +1,195 @@
+"""A quick look at a model that tells whether anything in it may have changed since the last one."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .adapters import adapter_state, holds_adapters
+from .model_settings import config_values, numerics_of, settings_of
+from .model_tensors import follows_length
+from .optimizer_steps import count_steps, stepped_since
+from .weights import weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Glance"]
+
+_SAMPLES = 4  # values of each tensor that are compared at every look: each is far from any cache
+_ADAPTER_SAMPLES = 2**16  # the same for tensors of adapters, which are small: mostly all of them
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+class Glance:
+    """What was seen of a model: identities, addresses and versions of its tensors, some values, and its settings.
+
+    It holds no tensor and no module of the model.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._skips_frequencies = follows_length(model)
+        modules = list(model.modules())
+        self._modules = [weakref.ref(module) for module in modules[1:]]
+        self._owners = [i for i, module in enumerate(modules) if module._parameters or module._buffers]
+        self._parents = [i for i, module in enumerate(modules) if module._modules]
+        self._steps = count_steps()
+        self._settings, self._numerics = settings_of(model), numerics_of(model)
+        self._config = copy.deepcopy(config_values(model.config))
+        self._modes = [module.training for module in modules]
+        adapters = [module for module in modules if holds_adapters(module)]
+        self._adapters = [weakref.ref(module) for module in adapters]
+        self._adapter_states = [adapter_state(module) for module in adapters]
+        self._marks, tensors = self._walk(modules)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._ids = [id(tensor) for tensor in tensors]
+        known = set(self._ids)
+        weights = list(weights_of(model))
+        # Scales of packed weights, which are neither parameters nor buffers.
+        hidden = [weight.tensor for weight in weights if weight.on_disk is None and id(weight.tensor) not in known]
+        self._hidden = [(weakref.ref(tensor), _mark(tensor)) for tensor in hidden]
+        is_elsewhere = any(weight.on_disk is not None for weight in weights)
+        self._elsewhere = [weight.mark for weight in weights] if is_elsewhere else None
+        self._plan = _plan(tensors, _adapter_tensors(adapters))
+        self._samples = _sample(tensors, self._plan)
+
+    def is_unchanged(self, model: PreTrainedModel) -> bool:
+        """Return whether nothing that decides the numbers of ``model`` has changed, as far as a quick look tells."""
+        modules: list[Any] = [model, *(ref() for ref in self._modules)]
+        if any(module is None for module in modules):
+            return False
+        marks, tensors = self._walk(modules)
+        held = [ref() for ref in self._tensors]
+        if marks != self._marks or not all(map(operator.is_, held, tensors)) or not self._same_beside():
+            return False
+        if self._elsewhere is not None and self._elsewhere != [weight.mark for weight in weights_of(model)]:
+            return False
+        stepped = stepped_since(self._steps)
+        if stepped is None or not stepped.isdisjoint(self._ids):
+            return False
+        if not all(map(torch.equal, _sample(tensors, self._plan), self._samples)):
+            return False
+        return self._same_settings(model, modules)
+
+    def suspects(self, later: Glance) -> set[int] | None:
+        """Return the ids of tensors that may hold other values in a ``later`` look though their marks are the same.
+
+        None stands for all of them.
+        """
+        stepped = stepped_since(self._steps)
+        if stepped is None:
+            return None
+        gone = {identity for ref, identity in zip(self._tensors, self._ids, strict=True) if ref() is None}
+        gone |= {mark[0] for ref, mark in self._hidden if ref() is None}
+        ours, theirs = self._values(), later._values()
+        differing = {
+            identity
+            for identity, values in ours.items()
+            if identity in theirs and not torch.equal(values, theirs[identity])
+        }
+        return stepped | gone | differing
+
+    def _values(self) -> dict[int, torch.Tensor]:
+        """Return the sampled values of each tensor by its id."""
+        found = {}
+        for group, values in zip(self._plan, self._samples, strict=True):
+            parts = values.split([size for _, size, _ in group])
+            found.update({self._ids[index]: part for (index, _, _), part in zip(group, parts, strict=True)})
+        return found
+
+    def _walk(self, modules: Sequence[torch.nn.Module]) -> tuple[list[int], list[torch.Tensor]]:
+        """Return what tells tensors and structure apart, and the tensors that hold bytes."""
+        marks: list[int] = []
+        tensors: list[torch.Tensor] = []
+        skips = self._skips_frequencies
+        for index in self._owners:
+            module = modules[index]
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None or (skips and name.endswith("inv_freq")):
+                        continue
+                    for part in (tensor,) if type(tensor) in _ORDINARY else _parts(tensor):
+                        tensors.append(part)
+                        # Tensors made in inference mode have no version counter and refuse the question.
+                        marks += (id(part), part.data_ptr(), 0 if part.is_inference() else part._version)
+        for index in self._parents:
+            marks.extend(map(id, modules[index]._modules.values()))
+        return marks, tensors
+
+    def _same_beside(self) -> bool:
+        """Return whether adapters act as before, and packed weights have the same scales."""
+        states = [adapter_state(module) for ref in self._adapters if (module := ref()) is not None]
+        if states != self._adapter_states:
+            return False
+        return all((tensor := ref()) is not None and _mark(tensor) == mark for ref, mark in self._hidden)
+
+    def _same_settings(self, model: PreTrainedModel, modules: list[Any]) -> bool:
+        values, modes = config_values(model.config), [module.training for module in modules]
+        if values == self._config and modes == self._modes and numerics_of(model) == self._numerics:
+            return True
+        if settings_of(model) != self._settings:
+            return False
+        # Only what does not matter has changed: how the model is called, or its mode where nothing drops out.
+        self._config, self._modes, self._numerics = copy.deepcopy(values), modes, numerics_of(model)
+        return True
+
+
+_Plan = list[list[tuple[int, int, int]]]
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold the bytes of one that may be made of others."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
+
+
+def _adapter_tensors(layers: list[torch.nn.Module]) -> set[int]:
+    """Return the ids of the adapters' own tensors in ``layers``."""
+    return {
+        id(tensor)
+        for layer in layers
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+        if name.partition(".")[0] not in ("base_layer", "original_module")
+    }
+
+
+def _plan(tensors: list[torch.Tensor], adapters: set[int]) -> _Plan:
+    """Return for each dtype and device which tensors to look at, in how many values, how far apart."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, int, int]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        wanted = _ADAPTER_SAMPLES if id(tensor) in adapters else _SAMPLES
+        step = max(1, extent // wanted)
+        groups.setdefault((tensor.dtype, tensor.device), []).append((index, min(wanted, -(-extent // step)), step))
+    return list(groups.values())
+
+
+@torch.inference_mode()  # faster than no_grad, where views are made
+def _sample(tensors: list[torch.Tensor], plan: _Plan) -> list[torch.Tensor]:
+    """Return some values of ``tensors``, for each group of the plan, on the CPU, as integers."""
+    with torch._C.DisableTorchFunctionSubclass():  # quantized weights answer for themselves otherwise, slowly
+        found = [
+            torch.cat([torch.as_strided(tensors[index], (size,), (step,)) for index, size, step in group])
+            for group in plan
+        ]
+        # As bits: a value that is not a number differs from itself as a number.
+        return [_bits(values).cpu() for values in found]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64))
