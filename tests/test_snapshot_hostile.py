@@ -1,5 +1,6 @@
 """Snapshot files that are cut off, damaged, of another time or made to harm: one typed error, nothing taken over."""
 
+import contextlib
 import json
 import random
 import re
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
+from hf_prefix_cache import tensor_file
 from hf_prefix_cache.exceptions import PrefixCacheError, SnapshotFileError
 from hf_prefix_cache.snapshot_file import read_snapshot_header
 from saved_prefixes import make_prefix
@@ -37,8 +39,11 @@ def sealed(header, body):
     header["__metadata__"]["checksum"] = "0" * 8
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksum = f"{zlib.crc32(body, zlib.crc32(text)):08x}".encode()
-    text = text.replace(b'"checksum":"00000000"', b'"checksum":"' + checksum + b'"')
+    checksum = zlib.crc32(text)
+    with contextlib.suppress(TypeError, ValueError):  # entries that are malformed are refused before the checksum
+        for start, stop in sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"):
+            checksum = tensor_file._checksum(memoryview(body)[start:stop], checksum)
+    text = text.replace(b'"checksum":"00000000"', f'"checksum":"{checksum:08x}"'.encode())
     return len(text).to_bytes(8, "little") + text + body
 
 
@@ -137,7 +142,6 @@ DESCRIPTIONS = {
     "fewer tokens than it has": lambda d: d.update(seq_length=29),
     "billions of tokens": lambda d: d.update(seq_length=10**12),
     "no tokens": lambda d: d.update(seq_length=0),
-    "more rows": lambda d: d.update(batch_size=3),
     "a strategy that does not exist": lambda d: d.update(strategy="pickle"),
     "a lossy prefix that is exact": lambda d: d.update(is_lossy=True),
     "a fingerprint that is a number": lambda d: d.update(fingerprint=7),

@@ -14,6 +14,7 @@ from .caches import (
 from .check import CheckCell, CheckReport, check
 from .conversation import Branch, Mark
 from .exceptions import *  # noqa: F403 - every error is public, and listed in exceptions.__all__
+from .fingerprint import fingerprint_of
 from .generation import Warmup, register, unregister, warmup
 from .layers import forget_layer_kind, register_layer_kind
 from .model import PrefixCachedModel
@@ -32,7 +33,7 @@ from .scoring import (
     plan,
 )
 from .snapshot import PrefixSnapshot
-from .store import PrefixStore, StoreStats, invalidate, set_store, store_for
+from .store import PrefixStore, StoreStats, TierStats, invalidate, set_store, store_for
 from .strategy import StrategyChoice, choose_strategy
 
 __all__ = [
@@ -59,10 +60,12 @@ __all__ = [
     "SharingPlan",
     "StoreStats",
     "StrategyChoice",
+    "TierStats",
     "Warmup",
     "check",
     "choose_strategy",
     "encode_pairs",
+    "fingerprint_of",
     "forget_layer_kind",
     "invalidate",
     "last_report",

@@ -15,6 +15,7 @@ from .generation import computes_randomly
 from .generation.strategies import single_cache
 from .snapshot import PrefixSnapshot
 from .store import store_for
+from .weights import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,18 +49,20 @@ def compute_prefix(
     is_short = limit is None or length <= limit  # beyond it, all tokens have other keys, and only in one forward
     cache = single_cache(strategy, model.config, options)
     key = cache.lossy_key if isinstance(cache, PrefixQuantizedCache) else None
-    known = store.match(ids[0], fingerprint, strategy=key) if is_short else None
+    device = input_device(model)
+    known = store.match(ids[0], fingerprint, strategy=key, device=device) if is_short else None
     if known is not None and known.seq_length == length:
         if known.next_logits is not None and known.lossy_key == key:
             return known
-        known = store.match(ids[0, :-1], fingerprint, strategy=key) if length > 1 else None
+        known = store.match(ids[0, :-1], fingerprint, strategy=key, device=device) if length > 1 else None
     if known is not None:
         cache.load(known, batch_size=1)
     if has_running_state(cache) and is_short and not cache.is_lossy and length - cache.seq_length > 1:
         # A running state exists only where it was kept: from here, the whole prefix can be asked as a prompt.
         feed_prefix(model, ids[:, cache.seq_length : -1], cache)
         store.insert(cache.snapshot(model=model, input_ids=ids[:, :-1]))
-    logits = feed_prefix(model, ids[:, cache.seq_length :], cache)
+    with store.measured(fingerprint, length - cache.seq_length, device):
+        logits = feed_prefix(model, ids[:, cache.seq_length :], cache)
     snapshot = cache.snapshot(model=model, input_ids=ids, next_logits=logits)
     if is_short:
         store.insert(snapshot)

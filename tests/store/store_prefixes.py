@@ -4,18 +4,24 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from transformers import LlamaConfig
+from transformers import Lfm2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from hf_prefix_cache.layers import AttentionState, KeyValues, RecurrentState
 from hf_prefix_cache.snapshot import PrefixSnapshot
 from hf_prefix_cache.storage import storage_bytes
 from hf_prefix_cache.store import PrefixStore
 
-CONFIG = LlamaConfig(vocab_size=1000)
 FULL = (None, None)
 SLIDING = (8, 8)
 MIXED = (4, None, 9)
 RUNNING = ("running", None)
+# Configurations of such layers; windows of different widths are nobody's, and cannot be loaded from a file.
+CONFIGS: dict[tuple[int | str | None, ...], PreTrainedConfig] = {
+    FULL: LlamaConfig(vocab_size=1000, num_hidden_layers=2),
+    SLIDING: MistralConfig(vocab_size=1000, num_hidden_layers=2, sliding_window=8),
+    MIXED: LlamaConfig(vocab_size=1000),
+    RUNNING: Lfm2Config(vocab_size=1000, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+}
 TOKEN_BYTES = 4 * (2 * 3 + 2 * 2)  # of one token in one layer: 2 heads, keys of 3 and values of 2 float32
 VOCABULARY = 1000
 
@@ -51,7 +57,7 @@ def make_snapshot(tokens: Sequence[int], kinds: Sequence[int | str | None] = FUL
         "seq_length": len(tokens),
         "batch_size": 1,
         "strategy": "prefix-dynamic",
-        "config": CONFIG,
+        "config": CONFIGS[tuple(kinds)],
         "input_ids": torch.tensor([list(tokens)]),
         "next_logits": logits_after(tokens) if changes.pop("logits", False) else None,
         "fingerprint": "model",
@@ -98,7 +104,9 @@ def longest_exact(stored: Sequence[PrefixSnapshot], tokens: Sequence[int]) -> in
 
 def held_tensors(store: PrefixStore) -> list[torch.Tensor]:
     """Return every tensor that ``store`` holds."""
-    nodes = [node for layouts in store._trees.values() for tree in layouts.values() for node in tree.root.downwards()]
+    nodes = [
+        node for layouts in store._memory.trees.values() for tree in layouts.values() for node in tree.root.downwards()
+    ]
     tensors = [stack for node in nodes for block in node.blocks for stack in block.page.stacks]
     for node in nodes:
         if node.boundary is not None:

@@ -28,7 +28,7 @@ from hf_prefix_cache.exceptions import (
 )
 from hf_prefix_cache.layers import AttentionState, KeyValues
 from hf_prefix_cache.storage import storage_bytes
-from hf_prefix_cache.store import PrefixStore, prefix_store
+from hf_prefix_cache.store import PrefixStore, memory_tier
 from hf_prefix_cache.store.page import Page
 
 FULL_TOKEN = len(FULL) * TOKEN_BYTES
@@ -324,7 +324,7 @@ def test_memory_that_runs_out_in_an_insertion_leaves_the_store_consistent(kinds,
 
     for name in ("copy_blocks", "Boundary"):
         with monkeypatch.context() as patch:
-            patch.setattr(prefix_store, name, run_out)
+            patch.setattr(memory_tier, name, run_out)
             with pytest.raises(MemoryError):
                 store.insert(make_snapshot([*run_of(200), 999], kinds))
             with pytest.raises(MemoryError):

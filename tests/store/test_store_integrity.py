@@ -18,25 +18,25 @@ def branching_store(kinds):
         store.insert(make_snapshot([*tokens[:cut], 999], kinds, logits=True))
     store.insert(make_snapshot(tokens, kinds))
     store.sanity_check()
-    (tree,) = next(iter(store._trees.values())).values()
+    (tree,) = next(iter(store._memory.trees.values())).values()
     return store, tree, next(iter(tree.root.children.values()))
 
 
 def lose_bytes(store, tree, node):
-    store._bytes -= 1
+    store._memory.nbytes -= 1
 
 
 def forget_an_entry(store, tree, node):
-    store._entries -= 1
+    store._memory.entries -= 1
 
 
 def lose_recency(store, tree, node):
-    store._recency.popitem()
+    store._memory.recency.popitem()
 
 
 def reverse_recency(store, tree, node):
-    for item in list(store._recency):
-        store._recency.move_to_end(item, last=False)
+    for item in list(store._memory.recency):
+        store._memory.recency.move_to_end(item, last=False)
 
 
 def misfile_the_tree(store, tree, node):
@@ -48,7 +48,7 @@ def keep_an_empty_tree(store, tree, node):
 
 
 def lose_a_child(store, tree, node):
-    del store._recency[node.children.popitem()[1]]
+    del store._memory.recency[node.children.popitem()[1]]
 
 
 def misfile_a_child(store, tree, node):
@@ -86,7 +86,7 @@ def move_a_boundary(store, tree, node):
 
 
 def exceed_the_budget(store, tree, node):
-    store.max_bytes = 1
+    store._memory.max_bytes = 1
 
 
 COMMON = [
@@ -107,13 +107,13 @@ def test_a_defect_is_noticed(defect, kinds):
 def test_a_chain_that_was_not_merged_is_noticed():
     store, tree, node = branching_store(FULL)
     leaf = next(below for below in node.downwards() if below.boundary and not below.children)
-    del store._recency[leaf.boundary]
-    store._entries -= 1
-    store._bytes -= leaf.boundary.nbytes
+    del store._memory.recency[leaf.boundary]
+    store._memory.entries -= 1
+    store._memory.nbytes -= leaf.boundary.nbytes
     leaf.boundary = None
     chain = Node(b"\x07" + bytes(7), leaf.end, [], "prefix-dynamic")
     leaf.adopt(chain)
-    store._recency[chain] = tree
+    store._memory.recency[chain] = tree
     with pytest.raises(StoreIntegrityError):
         store.sanity_check()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_prefixes import FULL, MIXED, RUNNING, SLIDING, check_exact, held_bytes, longest_exact, make_snapshot
 
-from hf_prefix_cache.store import PrefixStore, page, prefix_store
+from hf_prefix_cache.store import PrefixStore, memory_tier, page
 
 KINDS = [FULL, SLIDING, MIXED, RUNNING]
 
@@ -187,7 +187,7 @@ def test_nobody_sees_an_insertion_half_done(other, monkeypatch):
     store = PrefixStore(max_bytes=10_000)
     store.insert(make_snapshot([1, 2]))
     copying, may_go_on, done = threading.Event(), threading.Event(), threading.Event()
-    copy_blocks = prefix_store.copy_blocks
+    copy_blocks = memory_tier.copy_blocks
 
     def copy_slowly(*args):
         if not copying.is_set():
@@ -195,7 +195,7 @@ def test_nobody_sees_an_insertion_half_done(other, monkeypatch):
             assert may_go_on.wait(10)
         return copy_blocks(*args)
 
-    monkeypatch.setattr(prefix_store, "copy_blocks", copy_slowly)
+    monkeypatch.setattr(memory_tier, "copy_blocks", copy_slowly)
     inserter = threading.Thread(target=lambda: store.insert(make_snapshot([1, 2, 3])))
     inserter.start()
     assert copying.wait(10)

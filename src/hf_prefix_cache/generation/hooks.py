@@ -27,7 +27,7 @@ from .columns import feed_columns
 from .compiled import pad_compiled_steps, will_compile
 from .keep import keep_before_last, keep_rows
 from .own_cache import continue_own_cache, remember_ids, tell_padding
-from .prefill import reuse_prefix, settle_sharing
+from .prefill import measured_prefill, reuse_prefix, settle_sharing
 from .reasons import passes_only_ids
 from .static_sizes import choose_size, give_back, take_buffers
 from .strategies import growing_cache
@@ -196,7 +196,8 @@ def _feed_prompts(
         # One token is left, or all of them must go in together.
         generation_config = copy.copy(generation_config)
         generation_config.prefill_chunk_size = None
-    outputs = original(self, rest, generation_config, model_kwargs, is_first_iteration)
+    with measured_prefill(self, call, rest.numel()):
+        outputs = original(self, rest, generation_config, model_kwargs, is_first_iteration)
     if not call.is_own_cache and (not call.rows_continue or not all(layer.is_sliceable for layer in cache.layers)):
         # Later, the windows will have moved on, or the rows will be mixed.
         keep_rows(self, input_ids, call, next_logits=outputs.logits[:, -1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from ..report import GenerationReport, record_report
 from ..sharing import decode_gate, feeds_apart
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
+from ..weights import input_device
 from .batch import common_prefix_length, moved_mask, positions_of, read_batch
 from .call import Call, given_for
 from .columns import feed_columns
@@ -25,7 +27,7 @@ from .strategies import single_cache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["reuse_prefix", "settle_sharing"]
+__all__ = ["measured_prefill", "reuse_prefix", "settle_sharing"]
 
 # Rows compute together what they share only if that saves at least this many tokens: it costs a forward of its own.
 _WORTH_A_FORWARD = 32
@@ -105,6 +107,10 @@ def _share_prefix(
     known = _longest_known(model, batch.rows[0][:common], call) if common else None
     stored = 0 if known is None else known.seq_length
     computed = 0
+    branch = _branch_point(model, batch.rows[0][:common], call) if common else 0
+    if branch - stored >= _WORTH_A_FORWARD:
+        known = _compute(model, batch.rows[0][:branch], known, call, chunk_size)
+        computed = branch - stored
     # What is lossy is computed apart in any case: what is generated does not depend on whether it was stored.
     if (rows - 1) * (common - stored) >= _WORTH_A_FORWARD or (common > stored and _quantizes(cache, common)):
         known = _compute(model, batch.rows[0][:common], known, call, chunk_size)
@@ -153,7 +159,9 @@ def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> 
     if not call.options.reuse:
         return None
     key = call.cache.lossy_key if isinstance(call.cache, PrefixQuantizedCache) else None
-    found = store_for(model).match(tokens, call.fingerprint, call.options.namespace, strategy=key)
+    found = store_for(model).match(
+        tokens, call.fingerprint, call.options.namespace, strategy=key, device=input_device(model)
+    )
     given = given_for(model)
     if given is None or given.input_ids is None:
         return found
@@ -174,6 +182,21 @@ def _longest_known(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> 
     return given.crop_to(length)
 
 
+def measured_prefill(model: PreTrainedModel, call: Call, tokens: int) -> AbstractContextManager[None]:
+    """Measure what is computed inside, where the store has to know how fast ``model`` is."""
+    if not call.options.reuse or not call.fingerprint:
+        return nullcontext()
+    return store_for(model).measured(call.fingerprint, tokens, input_device(model))
+
+
+def _branch_point(model: PreTrainedModel, tokens: torch.Tensor, call: Call) -> int:
+    """Return where ``tokens`` part from a stored prompt that cannot be cut there: a later prompt starts from there."""
+    if not call.options.reuse or call.cache is None or call.cache.is_lossy:
+        return 0
+    store = store_for(model)
+    return store.branch_point(tokens, call.fingerprint, call.options.namespace, device=input_device(model))
+
+
 def _compute(
     model: PreTrainedModel, tokens: torch.Tensor, known: PrefixSnapshot | None, call: Call, chunk_size: int | None
 ) -> PrefixSnapshot:
@@ -183,7 +206,8 @@ def _compute(
     if known is not None:
         single.load(known, batch_size=1)
         start = known.seq_length
-    logits = feed_prefix(model, tokens[None, start:], single, chunk_size=chunk_size)
+    with measured_prefill(model, call, len(tokens) - start):
+        logits = feed_prefix(model, tokens[None, start:], single, chunk_size=chunk_size)
     snapshot = single.snapshot(model=model, input_ids=tokens[None], next_logits=logits)
     if call.options.reuse:
         store_for(model).insert(snapshot, call.options.namespace)

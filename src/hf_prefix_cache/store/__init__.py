@@ -2,6 +2,6 @@
 
 from .defaults import invalidate, set_store, store_for
 from .prefix_store import PrefixStore
-from .stats import StoreStats
+from .stats import StoreStats, TierStats
 
-__all__ = ["PrefixStore", "StoreStats", "invalidate", "set_store", "store_for"]
+__all__ = ["PrefixStore", "StoreStats", "TierStats", "invalidate", "set_store", "store_for"]

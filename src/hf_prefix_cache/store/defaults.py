@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from ..adapters import unwrapped
 from ..fingerprint import invalidate_fingerprint
 from ..weights import input_device
 from .prefix_store import PrefixStore
@@ -38,6 +39,7 @@ def store_for(model: PreTrainedModel) -> PrefixStore:
         >>> hpc.store_for(model) is hpc.store_for(model)
         True
     """
+    model = unwrapped(model)
     with _lock:
         store = _stores.get(model)
         if store is None:
@@ -58,7 +60,7 @@ def set_store(model: PreTrainedModel, store: PrefixStore) -> None:
         500000000
     """
     with _lock:
-        _stores[model] = store
+        _stores[unwrapped(model)] = store
 
 
 def invalidate(model: PreTrainedModel) -> None:
@@ -76,11 +78,14 @@ def invalidate(model: PreTrainedModel) -> None:
         >>> len(hpc.store_for(model))
         0
     """
+    model = unwrapped(model)
     with _lock:
         store = _stores.get(model)
+    known = invalidate_fingerprint(model)
     if store is not None:
+        for fingerprint in known:  # in host memory and files, too
+            store.discard(fingerprint)
         store.clear()
-    invalidate_fingerprint(model)
 
 
 def _free_bytes(model: PreTrainedModel) -> int:

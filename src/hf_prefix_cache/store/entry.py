@@ -12,7 +12,27 @@ from ..validation import check_token_ids
 from .page import tensor_bytes
 from .tokens import encode_tokens
 
-__all__ = ["Entry", "Key", "Layout"]
+__all__ = ["Entry", "Key", "LayerLayout", "Layout", "is_on"]
+
+
+class LayerLayout(NamedTuple):
+    """What the same layer has in common in all entries of one tree.
+
+    Beside the key, since a model may move to another device or run under autocast, and one prefix must not hold
+    tensors of both kinds.
+
+    Attributes:
+        is_sliceable: Whether any run of its tokens can be kept on its own.
+        window: Its window.
+        placed: Dtypes and devices of its tensors.
+    """
+
+    is_sliceable: bool
+    window: int | None
+    placed: frozenset[tuple[torch.dtype, torch.device]]
+
+
+Layout = tuple[LayerLayout, ...]
 
 
 class Key(NamedTuple):
@@ -22,16 +42,36 @@ class Key(NamedTuple):
         fingerprint: Of the model in the state that computed them.
         namespace: Their tenant.
         lossy_strategy: The strategy of lossy prefixes and how it quantizes; None for exact ones, whatever filled them.
+        home: How prefixes were laid out that now are elsewhere, and where they go back to; None for those at home.
     """
 
     fingerprint: str
     namespace: str
     lossy_strategy: str | None
+    home: Layout | None = None
+
+    @classmethod
+    def of(cls, snapshot: PrefixSnapshot, namespace: str) -> "Key":
+        """Return the key of ``snapshot`` for the tenant ``namespace``."""
+        return cls(str(snapshot.fingerprint), namespace, snapshot.lossy_key)
+
+    def from_home(self, home: Layout) -> "Key":
+        """Return the key of prefixes that come from ``home``."""
+        return self._replace(home=home)
+
+    def anywhere(self) -> "Key":
+        """Return the key without a home."""
+        return self._replace(home=None)
+
+    def is_for(self, device: torch.device | None) -> bool:
+        """Return whether prefixes of this key go back to ``device``; any will do where it is None."""
+        return device is None or self.home is None or is_on(self.home, device)
 
 
-# Per layer: its kind, its window, and the dtypes and devices of its tensors. Beside the key, since the same model may
-# move to another device or run under autocast, and one prefix must not hold tensors of both kinds.
-Layout = tuple[tuple[object, ...], ...]
+def is_on(layout: Layout, device: torch.device) -> bool:
+    """Return whether something of ``layout`` is on ``device``, or nothing is anywhere."""
+    places = {place for layer in layout for _, place in layer.placed}
+    return not places or any(place.type == device.type and place.index in (device.index, None) for place in places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,5 +161,6 @@ def _is_sliceable(layer: LayerState) -> TypeGuard[AttentionState]:
     return layer.is_sliceable
 
 
-def _layout(layer: LayerState) -> tuple[object, ...]:
-    return layer.is_sliceable, layer.window, frozenset((tensor.dtype, tensor.device) for tensor in layer.tensors())
+def _layout(layer: LayerState) -> LayerLayout:
+    placed = frozenset((tensor.dtype, tensor.device) for tensor in layer.tensors())
+    return LayerLayout(layer.is_sliceable, layer.window, placed)

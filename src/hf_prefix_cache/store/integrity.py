@@ -23,6 +23,7 @@ def check_integrity(
     nbytes: int,
     entries: int,
     max_bytes: int,
+    pinned: set[Boundary],
 ) -> None:
     """Check tree shape, block sizes, byte accounting, and the order in which things would be evicted.
 
@@ -32,6 +33,7 @@ def check_integrity(
         nbytes: Bytes that the store believes it holds.
         entries: Boundaries that it believes it holds.
         max_bytes: Its budget.
+        pinned: Boundaries that are never evicted.
 
     Raises:
         StoreIntegrityError: A rule does not hold.
@@ -58,6 +60,7 @@ def check_integrity(
             first = [*item.children.values(), *item.items[1:]]
             _require(all(order[other] < order[item] for other in first), "a node is in line before what hangs on it")
             _require(all(recency[other] is recency[item] for other in first), "a node is filed under another tree")
+    _require(pinned <= set(found), "what is pinned is not in the trees")
     held = sum(storages.values())
     _require(held == nbytes, f"{held} bytes are held but {nbytes} are accounted for")
     _require(held <= max_bytes, f"{held} bytes are held, more than the budget of {max_bytes}")
