@@ -93,8 +93,8 @@ def predicted_bytes(
     """
     windows, token = _windows(config), _token_bytes(config, dtype)
     held = [tokens if window is None else min(tokens, window) for window in windows]
-    own = [min(count, tokens - shared_tokens) for count in held]
-    growing = token * sum(count + (batch_size - 1) * mine for count, mine in zip(held, own, strict=True))
+    own, shared = _own_and_shared(windows, tokens, shared_tokens)
+    growing = token * (sum(shared) + batch_size * sum(own))
     # Of layers in host memory two are on the device at a time: one that computes, and the next on its way.
     apart = sum(count for count, window in zip(held, windows, strict=True) if window is not None)
     apart += 2 * tokens * (None in windows)
@@ -106,6 +106,16 @@ def predicted_bytes(
             config, 4, tokens=tokens, batch_size=batch_size, dtype=dtype, shared_tokens=shared_tokens
         ),
     }
+
+
+def _own_and_shared(windows: list[int | None], tokens: int, shared_tokens: int) -> tuple[list[int], list[int]]:
+    """Return the tokens of each layer that each row stores for itself, and those that all rows store once.
+
+    What rows share of a window is stored until the last of it has left.
+    """
+    widths = [tokens if window is None else window for window in windows]
+    own = [min(width, tokens - shared_tokens) for width in widths]
+    return own, [min(width, shared_tokens) if mine < width else 0 for width, mine in zip(widths, own, strict=True)]
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:
@@ -137,9 +147,9 @@ def _quantized_bytes(
     options = inspect.signature(PrefixQuantizedCache).parameters
     first, residual = (options[name].default for name in ("exact_first", "residual_length"))
     windows, rows = _windows(config), 1 if shared_tokens else batch_size
-    held = [tokens if window is None else min(tokens, window) for window in windows]
-    own = [min(count, tokens - shared_tokens) if shared_tokens else 0 for count in held]
-    due = [count - mine for count, mine in zip(held, own, strict=True)]
+    own, due = _own_and_shared(windows, tokens, shared_tokens)
+    if not shared_tokens:
+        own, due = [0] * len(own), own
     few = sum(min(-(-max(0, count - first - residual) // _GROUP), max(0, count - first) // _GROUP) for count in due)
     exact = sum(due) - few * _GROUP + few * _GROUP * _BITS[nbits] / (8 * dtype.itemsize)
     return math.ceil((exact * rows + sum(own) * batch_size) * _token_bytes(config, dtype))

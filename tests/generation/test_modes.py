@@ -171,7 +171,7 @@ def test_assisted_decoding_with_and_without_a_name_on_the_assistant(name, assist
     helper.generation_config.cache_implementation = assistant_name
     check, prompt = Checker(model, "prefix-dynamic"), tokens(1, 14)
     expected = generated(model, prompt, max_new_tokens=10)
-    for reused in (0, 13 if name == "llama" else 0):
+    for reused in (0, 13):
         output = generated(
             model, prompt, assistant_model=helper, max_new_tokens=10, cache_implementation="prefix-dynamic"
         )

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixStaticCache
-from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask
+from ..compat import CACHE_ARGUMENT, forget_rotary_state, keeps_padding_mask, takes_attention_interface
 from ..forward import chunk_columns, takes_single_tokens
 from ..report import GenerationReport, record_report
 from ..sharing import feeds_apart
@@ -156,7 +156,7 @@ def _prefill(
     if call is None or call.cache is None:
         return original(self, input_ids, generation_config, model_kwargs, is_first_iteration)
     is_compiled = generation_config.prefill_chunk_size is not None and not passes_only_ids(model_kwargs)
-    if not isinstance(call.cache, PrefixStaticCache) or is_compiled:
+    if not isinstance(call.cache, PrefixStaticCache) or is_compiled or not takes_attention_interface(self):
         return _feed_prompts(original, self, input_ids, generation_config, model_kwargs, is_first_iteration, call)
     with call.cache.reading_held():
         return _feed_prompts(original, self, input_ids, generation_config, model_kwargs, is_first_iteration, call)
