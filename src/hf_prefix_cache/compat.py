@@ -46,6 +46,7 @@ __all__ = [
     "takes_attention_interface",
     "takes_cache",
     "why_no_cache",
+    "why_no_static_cache",
 ]
 
 _GENERATION = "transformers.generation.utils"
@@ -68,6 +69,8 @@ DECODER_HOOKS: dict[str, tuple[str, ...]] = {
 
 # ALiBi models without `position_ids` whose biases count over the attention mask.
 _POSITIONS_FROM_MASK = frozenset({"bloom"})
+# Models with windows that their configuration does not tell, and that padding shifts.
+_OWN_WINDOWS = frozenset({"gpt_neo"})
 # Models whose positions start behind the id of their padding token, not at 0.
 _POSITIONS_FROM_PADDING_ID = frozenset(
     {
@@ -98,6 +101,9 @@ _CONVOLUTION_WIDTHS = (
     *("conv_kernel", "conv_kernel_size", "conv_L_cache", "d_conv", "linear_conv_kernel_dim", "mamba_d_conv"),
     *("mamba_conv_kernel", "short_conv_kernel_size", "conv1d_width"),
 )
+
+# Models (Inkling, Inkling 2, GPT-Neo) whose masks or position biases count the keys that a cache returns.
+_BIASES_FROM_KEYS = frozenset({"gpt_neo", "inkling2_loop_text", "inkling2_text", "inkling_text"})
 
 # Models that limit time steps in the scan of a whole text, and not in the step of a single token.
 _STEPS_WITHOUT_LIMIT = frozenset({"nemotron_h", "zamba2"})
@@ -276,6 +282,13 @@ def why_no_cache(config: PreTrainedConfig) -> str:
     return ""
 
 
+def why_no_static_cache(config: PreTrainedConfig) -> str:
+    """Return why models of ``config`` are wrong on buffers of a fixed size, in words, or an empty string."""
+    if decoder_config(config).model_type in _BIASES_FROM_KEYS:
+        return "its masks or biases are made for as many keys as there are tokens, and not for those of a buffer"
+    return ""
+
+
 def generation_mixin() -> type:
     """Return the class whose methods every generating model inherits."""
     mixin: type = _lookup(_GENERATION, "GenerationMixin")
@@ -346,6 +359,8 @@ def positions_follow_mask(config: PreTrainedConfig) -> bool:
     """Return whether models of ``config`` can skip padding: by ``position_ids`` from 0, or by counting the mask."""
     if config.model_type in _POSITIONS_FROM_MASK:
         return True
+    if config.model_type in _OWN_WINDOWS:
+        return False
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -50,8 +51,8 @@ def _summary(name: str, rows: dict[str, Any]) -> list[str]:
     lines = [
         f"## Transformers {name}",
         "",
-        f"{len(rows)} architectures checked, {len(built)} of them built; {len(caching)} keep a prefix in a `Cache` of "
-        "Transformers.",
+        f"{len(rows)} architectures, {len(built)} of them built. {len(caching)} work with a prefix in a `Cache` of "
+        f"Transformers and are counted here; the other {len(built) - len(caching)} are refused as a whole, by name.",
         "",
         "| strategy | architectures exact | refused | wrong | cells exact | refused | wrong |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -85,7 +86,11 @@ def _architectures(name: str, rows: dict[str, Any]) -> list[str]:
     for key, row in sorted(rows.items()):
         if "cells" not in row:
             continue
-        shown = [_shown(row["cells"][strategy], reasons) for strategy in STRATEGIES]
+        if row["no_cache"]:
+            number = reasons.setdefault(row["no_cache"], len(reasons) + 1)
+            shown = [f"refused ({number})"] * len(STRATEGIES)
+        else:
+            shown = [_shown(row["cells"][strategy], reasons) for strategy in STRATEGIES]
         score = row["cells"]["scoring"]["scores"]
         scoring = f"{score.get('route', '')} {_shown({'scores': score}, reasons)}".strip()
         lines.append(f"| {key} | {', '.join(row['kinds'])} | {' | '.join(shown)} | {scoring} |")
@@ -112,5 +117,13 @@ def _shown(cells: dict[str, Any], reasons: dict[str, int]) -> str:
 
 
 def _general(error: str) -> str:
-    """Return the first of several refusals."""
-    return error.split("; NotCroppableError")[0].split("; UnsupportedModelError")[0]
+    """Return the first of several refusals, without what differs between architectures."""
+    text = error.split("; NotCroppableError")[0].split("; UnsupportedModelError")[0]
+    for pattern, general in (
+        (r"layer \d+ of \w+", "a layer"),
+        (r"of the type '[^']*'", "of this type"),
+        (r"Prefix\w+Cache does", "the cache does"),
+        (r"from \d+ to \d+ tokens", "from a length to a shorter one"),
+    ):
+        text = re.sub(pattern, general, text)
+    return text

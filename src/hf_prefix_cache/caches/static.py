@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
-from ..compat import decoder_config
-from ..exceptions import BatchSizeError, CacheCapacityError
+from ..compat import decoder_config, why_no_static_cache
+from ..exceptions import BatchSizeError, CacheCapacityError, UnsupportedModelError
 from ..layers import STATIC_KINDS, PrefixStaticLayer
 from ..snapshot import register_cache
 from .base import PrefixCache, attention_layers
@@ -29,6 +29,7 @@ class PrefixStaticCache(PrefixCache, StaticCache):
 
     Raises:
         UnsupportedLayerError: The model has layers of a kind that is not held exactly.
+        UnsupportedModelError: The model is wrong on buffers of a fixed size.
         CacheCapacityError: ``max_cache_len`` is below 1.
         BatchSizeError: ``max_batch_size`` is below 1.
 
@@ -46,6 +47,12 @@ class PrefixStaticCache(PrefixCache, StaticCache):
             raise CacheCapacityError(f"max_cache_len is {max_cache_len}; it must be at least 1")
         if max_batch_size is not None and max_batch_size < 1:
             raise BatchSizeError(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        obstacle = why_no_static_cache(config)
+        if obstacle:
+            raise UnsupportedModelError(
+                f"PrefixStaticCache does not serve models of the type {decoder_config(config).model_type!r}: "
+                f"{obstacle}; use prefix-dynamic"
+            )
         specs = attention_layers(config, type(self).__name__, STATIC_KINDS)
         layers: list[Any] = [STATIC_KINDS[spec.kind](spec, max_cache_len) for spec in specs]
         for layer in layers:

@@ -66,7 +66,9 @@ class Case:
     @property
     def splits(self) -> tuple[int, ...]:
         """Lengths of prefixes."""
-        return self.texts.quantized_splits if self.is_quantized else self.texts.splits
+        if self.strategy == "prefix-dynamic":
+            return self.texts.splits
+        return self.texts.quantized_splits if self.is_quantized else self.texts.other_splits
 
     @property
     def options(self) -> dict[str, Any]:

@@ -8,7 +8,15 @@ import torch
 from transformers import DynamicCache
 
 from ..caches import PrefixCache
-from ..compat import CACHE_ARGUMENT, cache_argument, forget_rotary_state, runs_on_static_caches
+from ..compat import (
+    CACHE_ARGUMENT,
+    cache_argument,
+    decoder_config,
+    forget_rotary_state,
+    layer_specs,
+    resumes_in_one_call,
+    runs_on_static_caches,
+)
 from ..forward import takes_single_tokens
 from ..scoring.model_access import forward_accepts, input_device
 from ..tolerance import TOLERANCES, differences, typical_difference
@@ -57,9 +65,14 @@ class Oracle:
             forget_rotary_state(self.model)
             cache = DynamicCache(config=self.model.config)
             ids = torch.tensor([prefix + suffix], device=self.device)
-            for part in (ids[:, : len(prefix)], ids[:, len(prefix) :]):
-                logits = self.model(input_ids=part, use_cache=True, return_dict=True, **cache_argument(cache)).logits
-            found = logits[0, -len(suffix) :].float().cpu()
+            single = any(spec.has_running_state for spec in layer_specs(self.model.config))
+            single = single and not resumes_in_one_call(decoder_config(self.model.config))
+            steps = ids[:, len(prefix) :].split(1 if single else len(suffix), dim=1)
+            logits = [
+                self.model(input_ids=part, use_cache=True, return_dict=True, **cache_argument(cache)).logits
+                for part in (ids[:, : len(prefix)], *steps)
+            ]
+            found = torch.cat(logits, dim=1)[0, -len(suffix) :].float().cpu()
             self._plain[prefix, suffix] = typical_difference(
                 differences(self.after(prefix, suffix), found), self.model.dtype
             )

@@ -31,6 +31,7 @@ class Texts:
         streams: Three texts that suffixes are taken from.
         splits: Lengths of prefixes, ascending.
         quantized_splits: The same for quantized caches.
+        other_splits: The same for the other strategies, which hold what the first one holds in other ways.
         suffixes: Lengths of suffixes, ascending.
         not_reached: Thresholds of the model beyond the longest text.
         regime: The length past which rotary frequencies change, or None.
@@ -40,6 +41,7 @@ class Texts:
     streams: tuple[tuple[int, ...], ...]
     splits: tuple[int, ...]
     quantized_splits: tuple[int, ...]
+    other_splits: tuple[int, ...]
     suffixes: tuple[int, ...]
     not_reached: tuple[int, ...]
     regime: int | None
@@ -81,7 +83,8 @@ def plan_texts(model: Any, *, input_ids: Sequence[int] | None, max_tokens: int, 
         for width in convolution_widths(model.config):
             wanted |= {width - 1, width, width + 1}
     splits = tuple(sorted({min(max(2, split), most) for split in wanted}))
-    quantized = tuple(sorted({splits[0], min(_QUANTIZED_SPLIT, most)}))
+    others = splits if thorough else splits[-1:]
+    quantized = tuple(sorted({*others[:-1], min(_QUANTIZED_SPLIT, most)}))
     vocabulary = vocabulary_size(model)
     longest = max(*splits, *quantized)
     drawn = _random_tokens(model, vocabulary)
@@ -95,7 +98,7 @@ def plan_texts(model: Any, *, input_ids: Sequence[int] | None, max_tokens: int, 
     streams = tuple(tuple(next(drawn) for _ in range(_ROOM)) for _ in range(3))
     regime = original_max_positions(model.config)
     not_reached = tuple(threshold for threshold in thresholds if threshold >= most)
-    return Texts(prefix, streams, splits, quantized, SUFFIXES, not_reached, regime)
+    return Texts(prefix, streams, splits, quantized, others, SUFFIXES, not_reached, regime)
 
 
 def _random_tokens(model: Any, vocabulary: int) -> Iterator[int]:
