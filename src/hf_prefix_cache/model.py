@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .budget import MemoryBudget
 from .caches import PrefixCache
 from .compat import forget_rotary_state
 from .conversation import Branch
@@ -23,14 +24,13 @@ from .exceptions import (
 from .generation import Warmup, given_prefix, warmup
 from .generation.call import CallOptions
 from .generation.strategies import CACHE_OPTIONS
-from .layers.quantized_state import scheme_of
 from .prefixes import compute_prefix
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
 from .scoring import ContinuationScore, encode_pairs, loglikelihood
 from .snapshot import PrefixSnapshot
-from .store import PrefixStore, set_store, store_for
-from .strategy import StrategyChoice, choose_strategy
+from .store import PrefixStore, set_store
+from .strategy import StrategyChoice
 from .suffixes import forward_behind
 from .validation import check_mask, check_strategy, check_token_ids, vocabulary_size
 from .weights import input_device
@@ -54,10 +54,6 @@ class PrefixCachedModel:
         memory_budget: Bytes that prefixes may take: makes a store of that size, and ``"prefix-auto"`` quantizes what
             would not fit exactly into half of it (while a prefix is being kept, it is there twice); `choice` then
             says what was given up.
-
-    Attributes:
-        choice: What `prefill` or `generate` chose last to keep to the budget, with its reasons; None before, and
-            without a budget.
 
     Raises:
         UnknownStrategyError: Another strategy.
@@ -88,10 +84,10 @@ class PrefixCachedModel:
         self.strategy = check_strategy(strategy)
         if store is not None and memory_budget is not None:
             raise UnknownOptionError("pass either store or memory_budget: a store has a budget of its own")
-        self._budget = memory_budget if strategy == "prefix-auto" else None
-        self.choice: StrategyChoice | None = None
+        self._budget: MemoryBudget | None = None
         if memory_budget is not None:
             store = PrefixStore(max_bytes=memory_budget)
+            self._budget = MemoryBudget(model, memory_budget) if strategy == "prefix-auto" else None
         if store is not None:
             set_store(model, store)
 
@@ -124,14 +120,9 @@ class PrefixCachedModel:
         ids = encode_prefix(prefix, model=self.model, tokenizer=self.tokenizer, **template_options)
         if ids.shape[0] != 1:
             raise InputMismatchError(f"prefix has {ids.shape[0]} rows; a prefix is one row, prefill each on its own")
-        if self._budget is None:
-            return compute_prefix(self.model, ids, strategy=self.strategy, options=self._cache_options)
-        strategy, options = self._choose(rows=1, tokens=ids.shape[1])
-        snapshot = compute_prefix(self.model, ids, strategy=strategy, options=options)
-        # What the store kept shares its memory with the snapshot that it gives.
-        kept = store_for(self.model).match(ids[0], str(snapshot.fingerprint), strategy=snapshot.lossy_key)
-        is_whole = kept is not None and kept.seq_length == snapshot.seq_length and kept.next_logits is not None
-        return kept if kept is not None and is_whole else snapshot
+        if self._budget is not None:
+            return self._budget.prefill(ids)
+        return compute_prefix(self.model, ids, strategy=self.strategy, options=self._cache_options)
 
     def generate(
         self,
@@ -177,7 +168,9 @@ class PrefixCachedModel:
         snapshot = None if prefix is None else self._known_prefix(prefix)
         config = arguments.get("generation_config")
         if "cache_implementation" not in arguments and (config is None or config.cache_implementation is None):
-            strategy, options = self._strategy_of(ids, arguments, snapshot)
+            strategy, options = self.strategy, {}
+            if self._budget is not None:
+                strategy, options = self._budget.choose_call(ids, arguments, snapshot)
             if config is None:
                 arguments["cache_implementation"] = strategy
             else:
@@ -253,26 +246,10 @@ class PrefixCachedModel:
         record_report(self.model, report)
         return output
 
-    def _choose(self, *, rows: int, tokens: int) -> tuple[str, dict[str, Any]]:
-        """Return the strategy that keeps to the budget, and its cache's options; remember why."""
-        budget = None if self._budget is None else self._budget // 2
-        self.choice = choose_strategy(self.model, tokens=tokens, batch_size=rows, memory_budget=budget)
-        if self.choice.strategy in CACHE_OPTIONS:
-            return self.choice.strategy, dict(self.choice.options)
-        return self.strategy, {}
-
-    def _strategy_of(
-        self, ids: torch.Tensor, arguments: dict[str, Any], prefix: PrefixSnapshot | None
-    ) -> tuple[str, dict[str, Any]]:
-        """Return the strategy of a call of ``generate``, and options that it does not read by itself."""
-        if self._budget is None:
-            return self.strategy, {}
-        scheme = None if prefix is None else scheme_of(prefix.layers)
-        if prefix is not None and scheme is not None:
-            return prefix.strategy, dict(scheme.options)
-        settings = arguments.get("generation_config") or self.model.generation_config
-        new = arguments.get("max_new_tokens") or settings.max_new_tokens or 0
-        return self._choose(rows=ids.shape[0], tokens=ids.shape[1] + new)
+    @property
+    def choice(self) -> StrategyChoice | None:
+        """What `prefill` or `generate` chose last to keep to the budget, and why; None before, or without a budget."""
+        return None if self._budget is None else self._budget.choice
 
     @property
     def _cache_options(self) -> dict[str, Any]:

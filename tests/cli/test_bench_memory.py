@@ -38,6 +38,7 @@ def error_of(*options):
 
 
 def test_every_format_is_measured_and_drawn(text, byte_model, tmp_path):
+    pytest.importorskip("matplotlib")
     png = tmp_path / "memory.png"
     shown = run_bench(text, "--model", byte_model, *SIZES, "--json", "--png", str(png))
     assert shown.exit_code == 0, shown.output
@@ -74,5 +75,6 @@ def test_what_cannot_be_measured_is_one_clear_line(text, byte_model, tmp_path):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\xfa" * 100)
     assert "not text in UTF-8" in error_of(str(binary), "--model", byte_model, *SIZES)
+    pytest.importorskip("matplotlib")
     png = str(tmp_path / "no" / "such.png")
     assert "cannot be written" in error_of(text, "--model", byte_model, *SIZES, "--png", png)

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import importlib.util
 import os
 import resource
 import shutil
@@ -19,6 +20,9 @@ from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
 
 LENGTH = 200
+QUANTIZED = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
+)
 MODELS = {
     **{name: TINY_MODELS[name] for name in ("llama", "gemma3_text", "gpt2")},
     "falcon_h1": RECURRENT_MODELS["falcon_h1"],
@@ -189,7 +193,9 @@ def test_a_vanished_folder_harms_nothing_that_is_held(llama, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
-@pytest.mark.parametrize("options", [{}, {"nbits": 8, "residual_length": 8}], ids=["exact", "quantized"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"nbits": 8, "residual_length": 8}, marks=QUANTIZED)], ids=["exact", "quantized"]
+)
 def test_a_full_disk_stops_a_forward_before_anything_is_changed(name, options, tmp_path):
     model = MODELS[name]()
     text, more = ids(1, 100), ids(1, 90)
@@ -208,23 +214,28 @@ def test_a_full_disk_stops_a_forward_before_anything_is_changed(name, options, t
     assert torch.equal(run(model, more, cache), expected)
 
 
-def test_a_restore_that_does_not_fit_leaves_the_cache_as_it_was(llama, tmp_path):
-    text = ids(1, 30)
+@pytest.mark.parametrize("options", [{}, pytest.param({"nbits": 8}, marks=QUANTIZED)], ids=["exact", "quantized"])
+def test_a_restore_that_does_not_fit_leaves_the_cache_as_it_was(llama, options, tmp_path):
+    text, more = ids(1, 30), ids(1, 3)
     snapshot = hpc.PrefixCachedModel(llama).prefill(ids(1, LENGTH))
-    for options in ({}, {"nbits": 8}):
-        cache = filled(llama, text, tmp_path, **options)
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-        try:
-            with pytest.raises(OffloadError, match="did not take"):
-                cache.load(snapshot, batch_size=1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert cache.seq_length == 30
-        assert_exact(run(llama, ids(1, 3), cache.fork())[:, :0], torch.empty(1, 0, 99))
+    cache = filled(llama, text, tmp_path, **options)
+    expected = run(llama, more, cache.fork())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OffloadError, match="did not take"):
+            cache.load(snapshot, batch_size=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert cache.seq_length == 30
+    assert torch.equal(run(llama, more, cache), expected)
 
 
-@pytest.mark.parametrize("kind", [hpc.PrefixOffloadedCache, hpc.PrefixQuantizedCache])
+@pytest.mark.parametrize(
+    "kind",
+    [hpc.PrefixOffloadedCache, pytest.param(hpc.PrefixQuantizedCache, marks=QUANTIZED)],
+    ids=lambda kind: kind.strategy,
+)
 def test_a_read_only_folder_is_refused_when_the_cache_is_made(llama, kind, tmp_path, monkeypatch):
     def refuse(**_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -234,6 +245,7 @@ def test_a_read_only_folder_is_refused_when_the_cache_is_made(llama, kind, tmp_p
         kind(config=llama.config, offload_folder=tmp_path)
 
 
+@QUANTIZED
 @pytest.mark.parametrize("where", [{"offloading": True}, {"offload_folder": True}], ids=["host", "files"])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_offloaded_quantized_prefix_is_what_a_resident_one_is_bit_for_bit(name, where, is_apart, tmp_path):
@@ -265,7 +277,7 @@ def test_an_offloaded_quantized_prefix_is_what_a_resident_one_is_bit_for_bit(nam
         assert torch.equal(run(model, more[:1], cache), run(model, more[:1], resident))
 
 
-@pytest.mark.parametrize("strategy", ["prefix-offloaded", "prefix-quantized"])
+@pytest.mark.parametrize("strategy", ["prefix-offloaded", pytest.param("prefix-quantized", marks=QUANTIZED)])
 def test_generate_offloads_to_a_folder_named_in_its_settings(llama, strategy, tmp_path):
     prompt = ids(1, 150)
     settings = {"offload_folder": str(tmp_path)}

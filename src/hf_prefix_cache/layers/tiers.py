@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import IO, Any
 from weakref import WeakValueDictionary
 
@@ -92,7 +94,10 @@ class MappedFiles:
         if self._used < self._size:
             os.ftruncate(self._file.fileno(), self._used)
         self._file.close()
+        was_used = self._used > 0
         self._file, self._used, self._size = None, 0, 0
+        if was_used:
+            _trim()
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether ``tensors`` lie in files."""
@@ -135,9 +140,10 @@ class MappedFiles:
         except OSError as error:
             if file is not None:
                 file.close()
+            what = "a file" if nbytes <= _PAGE else f"{nbytes / 1e6:.1f} MB of keys and values"
             raise OffloadError(
-                f"offload_folder {self.folder!r} did not take {nbytes / 1e6:.1f} MB of keys and values: "
-                f"{error.strerror}; make room there, or use a folder that exists, can be written to and has room"
+                f"offload_folder {self.folder!r} did not take {what}: {error.strerror}; make room there, or use a "
+                "folder that exists, can be written to and has room"
             ) from error
         self._file, self._used, self._size = file, 0, nbytes
         return file
@@ -168,6 +174,25 @@ def room_for(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+def _trim() -> None:
+    """Give freed memory back to the system, where the C library can.
+
+    What a forward computes and frees lies between the small objects of tensors that stay, and would be resident for
+    good: as much memory as what was written to the file.
+    """
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache
+def _libc() -> Any:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # there is none of that kind
+        return None
+
+
 def _allocate(descriptor: int, nbytes: int) -> None:
     """Make a file ``nbytes`` long, with room on the disk for all of it where the system can promise that."""
     allocate: Any = getattr(os, "posix_fallocate", None)
@@ -178,7 +203,7 @@ def _allocate(descriptor: int, nbytes: int) -> None:
 
 
 def _write(descriptor: int, tensor: torch.Tensor, place: int) -> None:
-    data = memoryview(tensor.detach().to(_HOST).contiguous().view(-1).view(torch.uint8).numpy())
+    data = tensor.detach().to(_HOST).contiguous().view(-1).view(torch.uint8).numpy().data
     os.lseek(descriptor, place, os.SEEK_SET)
     while data:
         data = data[os.write(descriptor, data) :]
