@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,13 +112,13 @@ def _check_cell(case: Case, operation: str) -> CheckCell:
         if case.texts.crosses_regime(split) and operation not in ("forward", "generate"):
             found.notes["not past the length at which rotary frequencies change"] = None
             continue
-        _guarded(lambda split=split: OPERATIONS[operation](case, split, found), found)
+        _guarded(partial(OPERATIONS[operation], case, split, found), found)
     return _cell(case.strategy, operation, found)
 
 
 def _check_scoring(model: Any, oracle: Oracle, texts: Texts) -> CheckCell:
     found = Findings()
-    name = _guarded(lambda: check_scoring(model, oracle, texts, found), found)
+    name = _guarded(partial(check_scoring, model, oracle, texts, found), found)
     return _cell(name or "scoring", "scores", found)
 
 

@@ -1,13 +1,11 @@
 """What stored states of layers have in common, whatever their kind."""
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 
-from ..layers import AttentionState, KeptState, LayerState, NothingState, RecurrentState
-
-_State = TypeVar("_State", AttentionState, KeptState, NothingState)
+from ..layers import LayerState, RecurrentState
 
 __all__ = ["copy_state", "copy_tensor"]
 
@@ -30,6 +28,6 @@ def copy_state(state: LayerState) -> LayerState:
     )
 
 
-def _compacted(state: _State) -> _State:
+def _compacted(state: Any) -> Any:  # of the same kind as `state`
     with torch.inference_mode(False), torch.no_grad():
         return state.compact()
