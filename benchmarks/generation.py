@@ -36,7 +36,8 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = ("grid", "crossover", "one_row", "first", "static", "kvboost")
 PREFIXES, ROWS = (512, 2048, 6000), (4, 16, 64)
 MAIN = 16, 2048  # measured over 64 new tokens; where a baseline's step takes seconds, over fewer
-STATIC_PREFIXES, STATIC_LENGTH, STATIC_QUESTIONS, STATIC_NEW = 20, 1024, (1, 300), (8, 128)
+STATIC_PREFIXES, STATIC_LENGTH, STATIC_QUESTIONS, STATIC_NEW = 20, 640, (1, 300), (8, 128)
+STATIC = ("static", "prefix-static")
 
 
 class Record:
@@ -323,50 +324,50 @@ class StepTimer:
 
 
 def measure_static(record, model, arguments):
-    def make():
+    def make(name):
         config = compiling(arguments.backend)
         options = {"max_cache_len": STATIC_LENGTH, "do_sample": False, "compile_config": config}
-        steps, compiled, warm = {}, {}, {}
-        for name in ("static", "prefix-static"):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            start = now()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        start = now()
+        if name == "prefix-static":
+            hpc.warmup(model, max_cache_len=STATIC_LENGTH, compile_config=config, progress=False)
+        else:
+            model.generate(random_tokens(model, 1, 20), max_new_tokens=4, cache_implementation=name, **options)
+        warm, compiled, steps = now() - start, graphs(), []
+        for prefix, question, new in list(static_calls(model))[: arguments.calls]:
             if name == "prefix-static":
-                hpc.warmup(model, max_cache_len=STATIC_LENGTH, compile_config=config, progress=False)
-            else:
-                model.generate(random_tokens(model, 1, 20), max_new_tokens=4, cache_implementation=name, **options)
-            warm[name] = {"seconds": now() - start, "graphs": graphs()}
-            before, steps[name] = graphs(), []
-            for prefix, question, new in static_calls(model):
-                if name == "prefix-static":
-                    hpc.PrefixCachedModel(model, strategy="prefix-dynamic").prefill(prefix)
-                prompt, timer = torch.cat([prefix, question], dim=1), StepTimer()
-                model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=new,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                    cache_implementation=name,
-                    streamer=timer,
-                    **options,
-                )
-                steps[name] += timer.steps()
-            compiled[name] = graphs() - before
-        medians = {name: statistics.median(values) for name, values in steps.items()}
+                hpc.PrefixCachedModel(model, strategy="prefix-dynamic").prefill(prefix)
+            prompt, timer = torch.cat([prefix, question], dim=1), StepTimer()
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=new,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation=name,
+                streamer=timer,
+                **options,
+            )
+            steps += timer.steps()
         return {
-            "prefixes": STATIC_PREFIXES,
             "max_cache_len": STATIC_LENGTH,
             "prompt_lengths": STATIC_QUESTIONS,
             "new_tokens": STATIC_NEW,
-            "backend": arguments.backend,
-            "warmup": warm,
-            "graphs_after_warmup": compiled,
-            "seconds_per_step": medians,
-            "speedup_over_static": medians["static"] / medians["prefix-static"],
+            "warmup": {"seconds": warm, "graphs": compiled},
+            "graphs_after_warmup": graphs() - compiled,
+            "seconds_per_step": statistics.median(steps),
         }
 
-    record.once("static", f"{arguments.backend}, {STATIC_PREFIXES} prefixes", make)
+    found = {
+        name: record.once("static", f"{name}, {arguments.backend}, {arguments.calls} prefixes", partial(make, name))
+        for name in arguments.contenders
+    }
+    if len(found) == 2:
+        print(
+            "prefix-static over static:",
+            found["static"]["seconds_per_step"] / found["prefix-static"]["seconds_per_step"],
+        )
 
 
 # -- KVBoost ----------------------------------------------------------------------------------------------------------
@@ -454,6 +455,10 @@ def draw(record, path):
     for axes in (speeds, costs, unique):
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.3, which="both")
+    counts = sorted({point["rows"] for point in points})
+    for axes in (speeds, costs):
+        axes.set_xticks(counts, counts)
+        axes.minorticks_off()
     speeds.set(xlabel="rows", ylabel="tokens per second", title="Rows on one prefix")
     speeds.legend(fontsize=7)
     costs.set(xlabel="rows", ylabel="milliseconds per row and step", title="What one more row costs")
@@ -475,6 +480,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="runs of whole calls")
     parser.add_argument("--memory-limit", type=float, default=8, help="gigabytes that a baseline's cache may take")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--calls", type=int, default=STATIC_PREFIXES, help="of the part static, each with a prefix")
+    parser.add_argument("--contenders", nargs="+", default=STATIC, choices=STATIC, help="of the part static")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: for one thread on a shared core")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
     arguments = parser.parse_args()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache import attention
+from hf_prefix_cache import attention, sharing
 from hf_prefix_cache.attention import gate, interface
 from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.layers import KeyValues
@@ -161,3 +161,52 @@ def test_greedy_text_of_twenty_prompts_and_eight_rows_on_the_real_model_is_the_u
         assert "8 rows attend to" in hpc.last_report(model).notes[0]
         assert "once" in hpc.last_report(model).notes[0]
         assert torch.equal(output, model.generate(**options))
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_prompts_behind_a_known_prefix_attend_to_it_apart_in_single_rows_and_on_static_buffers(
+    name, counted, monkeypatch
+):
+    monkeypatch.setattr(gate, "_WORTH_A_MERGE", 1)
+    monkeypatch.setattr(gate, "_CROSSOVER", 10**9)
+    model, prefix = TINY_MODELS[name](), torch.randint(3, 99, (1, 30))
+    hpc.PrefixCachedModel(model, strategy="prefix-dynamic").prefill(prefix)
+    assert sharing.hands_keys_over(model)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    for strategy in ("prefix-dynamic", "prefix-static"):
+        for rows in (1, 3):
+            prompts = torch.cat([prefix.expand(rows, -1), torch.randint(3, 99, (rows, 6))], dim=1)
+            options["attention_mask"], seen = torch.ones_like(prompts), len(counted)
+            output = model.generate(prompts, cache_implementation=strategy, **options)
+            assert torch.equal(output, model.generate(prompts, **options))
+            assert hpc.last_report(model).stored_tokens == 30
+            # In the prefill, not in decode steps.
+            assert {query.shape[2] for query, *_ in counted[seen:]} == {6}
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_whether_keys_arrive_at_attention_is_tried_out_once_and_leaves_nothing(name, counted):
+    model = TINY_MODELS[name]()
+    model.train()
+    found = [sharing.hands_keys_over(model) for _ in range(2)]
+    assert (
+        found == [name in SHARING] * 2 or not counted
+    )  # windows alone, or an attention of its own: nothing is shared
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_changes_its_keys_takes_the_ordinary_path(counted, monkeypatch):
+    model = TINY_MODELS["llama"]()
+    original = interface.attached
+
+    def lose(keys):
+        original(keys)
+        return None
+
+    monkeypatch.setattr(interface, "attached", lose)
+    prompts = torch.cat([torch.randint(3, 99, (1, 60)).expand(4, -1), torch.randint(3, 99, (4, 2))], dim=1)
+    options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 4, "do_sample": False}
+    output = model.generate(prompts, cache_implementation="prefix-dynamic", **options)
+    assert torch.equal(output, model.generate(prompts, **options))
+    assert "changes its keys" in hpc.last_report(model).notes[0]

@@ -7,10 +7,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
+from ..attention import install
 from ..compat import decoder_config, why_no_static_cache
 from ..exceptions import BatchSizeError, CacheCapacityError, UnsupportedModelError
-from ..layers import STATIC_KINDS, PrefixStaticLayer
-from ..snapshot import register_cache
+from ..layers import STATIC_KINDS, AttentionState, PrefixStaticLayer
+from ..snapshot import PrefixSnapshot, register_cache
 from .base import PrefixCache, attention_layers
 
 __all__ = ["PrefixStaticCache"]
@@ -71,7 +72,17 @@ class PrefixStaticCache(PrefixCache, StaticCache):
             yield
         finally:
             for layer in layers:
-                layer.reads_held = False
+                layer.reads_held, layer.apart = False, ()
+
+    def attend_apart(self, snapshot: PrefixSnapshot) -> None:
+        """Inside `reading_held`, let prompts behind ``snapshot``, loaded before, attend to its own tensors.
+
+        Those need not be repeated for every row and grouped head, as the buffers are.
+        """
+        install()
+        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+            if isinstance(layer, PrefixStaticLayer) and type(state) is AttentionState and layer.reads_held:
+                layer.apart = state.segments
 
 
 register_cache(PrefixStaticCache.strategy, PrefixStaticCache)

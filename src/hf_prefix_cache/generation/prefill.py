@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from ..caches import PrefixCache, PrefixDynamicCache, PrefixQuantizedCache
+from ..caches import PrefixCache, PrefixDynamicCache, PrefixQuantizedCache, PrefixStaticCache
 from ..compat import original_max_positions
 from ..exceptions import LossyPrefixError
 from ..fingerprint import fingerprint_of
@@ -130,6 +130,8 @@ def _share_prefix(
             call.attends_shared, reason = decode_gate(model, rows, call.shared)
             call.notes += [reason] if reason else []
             cache.defer(call.attends_shared or feeds_apart(model, call.shared))
+        elif isinstance(cache, PrefixStaticCache) and feeds_apart(model, call.shared):
+            cache.attend_apart(known)
     if fold:
         one_each = {
             name: value[:: call.copies] if isinstance(value, torch.Tensor) else value

@@ -7,6 +7,7 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from ..exceptions import BatchSizeError, CacheCapacityError, InputMismatchError
+from .deferred import SharedPart, attach
 from .state import AttentionState, KeyValues
 
 __all__ = ["PrefixStaticLayer", "StaticRows"]
@@ -255,6 +256,7 @@ class PrefixStaticLayer(StaticRows):
 
     is_croppable = True
     reads_held = False  # hand out what is held only, for forwards that are not compiled
+    apart: tuple[KeyValues, ...] = ()  # what the buffers begin with: handed to attention beside the rest of them
 
     def __init__(self, max_cache_len: int) -> None:
         with torch.inference_mode(False):
@@ -274,7 +276,12 @@ class PrefixStaticLayer(StaticRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write tokens that fit; return what their queries may attend to, and the room behind it."""
         keys, values = super().write(key_states, value_states, *args, **kwargs)
-        return (keys[:, :, : self.seen()], values[:, :, : self.seen()]) if self.reads_held else (keys, values)
+        if not self.reads_held:
+            return keys, values
+        if not self.apart or torch.is_grad_enabled():
+            return keys[:, :, : self.seen()], values[:, :, : self.seen()]
+        part = SharedPart(self.apart)
+        return attach(keys[:, :, part.tokens : self.seen()], part), values[:, :, part.tokens : self.seen()]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that ``query_length`` further queries are handed, and the first one's position."""
