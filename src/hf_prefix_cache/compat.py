@@ -102,8 +102,12 @@ _CONVOLUTION_WIDTHS = (
     *("mamba_conv_kernel", "short_conv_kernel_size", "conv1d_width"),
 )
 
-# Models (Inkling, Inkling 2, GPT-Neo) whose masks or position biases count the keys that a cache returns.
-_BIASES_FROM_KEYS = frozenset({"gpt_neo", "inkling2_loop_text", "inkling2_text", "inkling_text"})
+# Models that are wrong on buffers of a fixed size, and why.
+_KEYS_COUNT = "its masks or biases are made for as many keys as there are tokens, and not for those of a buffer"
+_WRONG_ON_BUFFERS = {
+    **dict.fromkeys(("gpt_neo", "inkling2_loop_text", "inkling2_text", "inkling_text"), _KEYS_COUNT),
+    "moshi": "its generate makes masks with a window there, and its forward has none",
+}
 
 # Models that limit time steps in the scan of a whole text, and not in the step of a single token.
 _STEPS_WITHOUT_LIMIT = frozenset({"nemotron_h", "zamba2"})
@@ -284,9 +288,7 @@ def why_no_cache(config: PreTrainedConfig) -> str:
 
 def why_no_static_cache(config: PreTrainedConfig) -> str:
     """Return why models of ``config`` are wrong on buffers of a fixed size, in words, or an empty string."""
-    if decoder_config(config).model_type in _BIASES_FROM_KEYS:
-        return "its masks or biases are made for as many keys as there are tokens, and not for those of a buffer"
-    return ""
+    return _WRONG_ON_BUFFERS.get(decoder_config(config).model_type, "")
 
 
 def generation_mixin() -> type:
