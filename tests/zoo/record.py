@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,40 @@ RIGHT = {"exact": 2, "refused": 1}
 
 def read_record() -> dict[str, dict[str, Any]]:
     """Return what is recorded, by release and architecture; empty where nothing is."""
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    if not RECORD.exists():
+        return {}
+    stored = json.loads(RECORD.read_text(encoding="utf-8"))
+    record = {}
+    for release, table in stored.items():
+        record[release] = table["architectures"]
+        for cell in _cells(record[release]):
+            if "error" in cell:
+                cell["error"] = table["errors"][cell["error"]]
+    return record
 
 
 def write_record(record: dict[str, dict[str, Any]]) -> None:
-    """Write the record, sorted."""
-    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    """Write the record, sorted, a line for each architecture; what errors say stands apart, once."""
+    parts = []
+    for release in newest(record):
+        rows = copy.deepcopy(record[release])
+        errors: dict[str, int] = {}
+        for cell in _cells(rows):
+            if "error" in cell:
+                cell["error"] = errors.setdefault(cell["error"], len(errors))
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows[name], sort_keys=True)}" for name in sorted(rows))
+        listed = ",\n".join(json.dumps(error) for error in errors)
+        parts.append(f'{json.dumps(release)}: {{"errors": [\n{listed}\n],\n"architectures": {{\n{lines}\n}}}}')
+    RECORD.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _cells(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        cell
+        for name in sorted(rows)
+        for operations in rows[name].get("cells", {}).values()
+        for cell in operations.values()
+    ]
 
 
 def newest(record: dict[str, Any]) -> list[str]:
