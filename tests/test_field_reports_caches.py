@@ -8,6 +8,7 @@ import torch
 import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import cache_argument, output_cache
 from hf_prefix_cache.exceptions import BatchSizeError, NotCroppableError
+from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS, WINDOW
 
 STRATEGIES = ("prefix-dynamic", "prefix-static")
@@ -273,3 +274,16 @@ def test_mlx_lm_980_boundaries_inside_a_sliding_prefix_are_kept_by_snapshots_and
     for snapshot in reversed(boundaries[:-1]):
         cache.restore(snapshot)
         exact(run(model, cache, text[:, snapshot.seq_length :]), expected[:, snapshot.seq_length :])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_46190_linear_attention_split_at_any_token_equals_one_call(strategy, name):
+    model = RECURRENT_MODELS[name]()
+    text = torch.randint(1, 99, (1, 20))
+    expected = model(input_ids=text, use_cache=False).logits
+    for split in range(1, 20):
+        cache = filled(strategy, model, text[:, :split])
+        for continued in (cache.fork(), cache):
+            logits = run(model, continued, text[:, split:])
+            torch.testing.assert_close(logits, expected[:, split:], atol=1e-3, rtol=0)  # 0.125 was reported

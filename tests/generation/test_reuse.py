@@ -56,6 +56,16 @@ def test_left_padded_rows_that_share_a_prefix(check, slices):
     check(ids)  # with the mask that Transformers infers from padding ids
 
 
+def test_what_padded_rows_computed_behind_a_known_prefix_serves_single_rows(check, slices):
+    prefix = tokens(17)
+    check(prefix[None])
+    rows = [torch.cat([prefix, tokens(count, seed=count)]) for count in (4, 1, 7)]
+    ids, mask = pad_left(*rows)
+    check(ids, attention_mask=mask, reused=3 * 17 if slices else 0)
+    for row in rows:  # the store has their own tokens, from behind the padding between them and the prefix
+        check(torch.cat([row, tokens(3, seed=9)])[None], reused=len(row))
+
+
 def test_rows_of_equal_length_compute_what_they_share_once(check):
     ids = torch.cat([tokens(1, 40).expand(3, -1), tokens(3, 4, seed=1)], dim=1)
     check(ids, reused=2 * 40)

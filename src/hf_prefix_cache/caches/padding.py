@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache
 
 from ..compat import positions_follow_mask
 from ..exceptions import InputMismatchError, UnsupportedModelError
+from ..layers import PrefixRecurrentLayer
 from ..validation import check_mask, check_token_ids
 
 __all__ = ["PaddingAwareCache", "PreparedInputs"]
@@ -19,8 +20,8 @@ class PreparedInputs(NamedTuple):
     Attributes:
         input_ids: The new tokens, int64 ``[rows, new]``.
         position_ids: Their positions, counted over tokens and not over padding, int64 ``[rows, new]``.
-        attention_mask: 1 for tokens and 0 for padding, int64 ``[rows, cached + new]``; on static caches 0 up to
-            their last place, ``[rows, max_cache_len]``.
+        attention_mask: 1 for tokens and 0 for padding, int64 ``[rows, cached + new]``; on static caches without
+            running states 0 up to their last place, ``[rows, max_cache_len]``.
 
     Example:
         >>> import torch, hf_prefix_cache as hpc
@@ -148,6 +149,8 @@ class PaddingAwareCache(Cache):
             )
 
     def _full_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        if any(isinstance(layer, PrefixRecurrentLayer) for layer in self.layers):
+            return mask  # running states take its last columns for the new tokens
         # ALiBi models make biases as long as the mask: they must be as long as the keys, all of a static buffer.
         keys = max(mask.shape[1], self.get_max_length())
         return torch.nn.functional.pad(mask, (0, keys - mask.shape[1]))
