@@ -294,18 +294,23 @@ def draw(record, path):
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     exact = record.values["perplexity"]["exact"]["perplexity"]
-    for name, entry in record.values["formats"].items():
+    for place, (name, entry) in enumerate(record.values["formats"].items()):
         change = 100 * (record.values["perplexity"][f"{name}, own tokens exact"]["perplexity"] / exact - 1)
         axes.scatter(entry["bytes_of_exact"], change, s=40)
-        axes.annotate(name, (entry["bytes_of_exact"], change), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        offset = (6, 5 if place % 2 else -11)  # neighbours in the list are neighbours in the picture
+        axes.annotate(name, (entry["bytes_of_exact"], change), xytext=offset, textcoords="offset points", fontsize=8)
     for bytes_of_exact, change in ((0.28, 0.2), (0.17, 0.5)):
         axes.plot([0, bytes_of_exact, bytes_of_exact], [change, change, -5], color="grey", linewidth=0.7, zorder=0)
     axes.axhline(0, color="black", linewidth=0.7)
     setting = record.values["setting"]
     axes.set_yscale("symlog", linthresh=0.5)
-    axes.set(xlim=(0.05, 0.33), xlabel=f"bytes of a {setting['prefix_tokens']:,}-token prefix / {setting['dtype']}'s")
+    axes.set(
+        xlim=(0.05, 0.33),
+        ylim=(-0.5, 40),
+        xlabel=f"bytes of a {setting['prefix_tokens']:,}-token prefix / {setting['dtype']}'s",
+    )
     axes.set_ylabel(f"change of perplexity, % ({setting['scored_tokens']:,} tokens)")
-    axes.set_title(f"{setting['model']}, {setting['text']}; grey: what is asked of 4 and 8 bits", fontsize=9)
+    axes.set_title(f"{setting['model']}, {setting['text']}; grey: goals of 4 and 8 bits", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
