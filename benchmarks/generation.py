@@ -41,20 +41,24 @@ STATIC = ("static", "prefix-static")
 
 
 class Record:
-    """The results file: every measurement under a key, written at once."""
+    """The results file: every measurement under a key, written at once, beside what other runs have written."""
 
     def __init__(self, path):
         self.path = path
-        self.values = json.loads(path.read_text()) if path.exists() else {}
+        self.values = self.read()
+
+    def read(self):
+        return json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def once(self, part, key, make):
         """Return what is recorded under ``key``, or make and record it."""
-        place = self.values.setdefault(part, {})
-        if key not in place:
-            place[key] = {**make(), "clock": clock}
-            print(part, key, json.dumps({name: shorter(value) for name, value in place[key].items()}), flush=True)
+        if key not in self.values.get(part, {}):
+            entry = {**make(), "clock": clock}
+            print(part, key, json.dumps({name: shorter(value) for name, value in entry.items()}), flush=True)
+            self.values = {**self.read(), "setting": self.values.get("setting", {})}
+            self.values.setdefault(part, {})[key] = entry
             self.save()
-        return place[key]
+        return self.values[part][key]
 
     def save(self):
         self.path.parent.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["attending", "decode_gate", "feeds_apart", "hands_keys_over"]
 
 _lock = threading.Lock()
-_known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, bool]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, bool]] = weakref.WeakKeyDictionary()
 
 
 def decode_gate(model: PreTrainedModel, rows: int, shared_tokens: int) -> Gate:
@@ -49,13 +49,13 @@ def hands_keys_over(model: PreTrainedModel) -> bool:
     """Return whether the keys that a cache returns arrive at Transformers' attention as they are.
 
     Most models hand them straight on; one that computes something else of them would lose what is kept apart. Three
-    forwards of a token or three tell, once for each model and attention implementation.
+    forwards of a token or three tell, once for each model, attention implementation and mode.
     """
-    name = attention_implementation(decoder_config(model.config))
+    setting = attention_implementation(decoder_config(model.config)), model.training
     with _lock:
         known = _known.get(model)
-    if known is None or known[0] != name:
-        known = name, _try_out(model)
+    if known is None or known[0] != setting:
+        known = setting, _try_out(model)
         with _lock:
             _known[model] = known
     return known[1]

@@ -187,13 +187,12 @@ def test_prompts_behind_a_known_prefix_attend_to_it_apart_in_single_rows_and_on_
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_whether_keys_arrive_at_attention_is_tried_out_once_and_leaves_nothing(name, counted):
     model = TINY_MODELS[name]()
-    model.train()
-    found = [sharing.hands_keys_over(model) for _ in range(2)]
-    assert (
-        found == [name in SHARING] * 2 or not counted
-    )  # windows alone, or an attention of its own: nothing is shared
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
+    first, seen = sharing.hands_keys_over(model), len(counted)
+    assert bool(counted) == (name in SHARING)
+    assert first == (name not in ("bloom", "gpt_oss"))  # attention of their own
+    assert sharing.hands_keys_over(model) == first
+    assert len(counted) == seen
+    assert not model.training
 
 
 def test_a_model_that_changes_its_keys_takes_the_ordinary_path(counted, monkeypatch):
@@ -201,8 +200,7 @@ def test_a_model_that_changes_its_keys_takes_the_ordinary_path(counted, monkeypa
     original = interface.attached
 
     def lose(keys):
-        original(keys)
-        return None
+        original(keys)  # the mark arrives, what it stands for does not
 
     monkeypatch.setattr(interface, "attached", lose)
     prompts = torch.cat([torch.randint(3, 99, (1, 60)).expand(4, -1), torch.randint(3, 99, (4, 2))], dim=1)
