@@ -91,8 +91,8 @@ class ActingAdapters:
     def _available(self, module: Any) -> set[str]:
         if self._copied:
             return set(module._modules[_COPIES])
-        containers = (getattr(module, name, None) for name in module.adapter_layer_names)
-        return {name for container in containers if hasattr(container, "keys") for name in container.keys()}  # noqa: SIM118
+        held: Any = [getattr(module, name, None) for name in module.adapter_layer_names]
+        return {name for container in held if hasattr(container, "keys") for name in container.keys()}  # noqa: SIM118
 
     @staticmethod
     def _describe(module: Any, name: str) -> str:

@@ -48,8 +48,10 @@ def numerics_of(model: PreTrainedModel) -> list[str]:
 
 def config_values(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the values of ``config`` and of those inside it as they are held: cheap, and not to be changed."""
-    values = [{key: value for key, value in vars(config).items() if not isinstance(value, PreTrainedConfig)}]
-    for value in vars(config).values():
+    # Configurations look every name up elsewhere first, which takes longer than all else here.
+    held: dict[str, Any] = object.__getattribute__(config, "__dict__")
+    values = [{key: value for key, value in held.items() if not isinstance(value, PreTrainedConfig)}]
+    for value in held.values():
         if isinstance(value, PreTrainedConfig):
             values += config_values(value)
     return values

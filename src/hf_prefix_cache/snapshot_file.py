@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -232,8 +232,9 @@ def _scheme(fields: Fields | None) -> Scheme | None:
     if fields is None:
         return None
     try:
-        options = fields.table("options").raw()
-        scheme = make_scheme(**{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
+        held = fields.table("options").raw()
+        options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in held.items()}
+        scheme = make_scheme(**options)
     except (TypeError, ValueError) as error:
         raise SnapshotFileError(f"its options of quantization are not ones: {error}") from error
     if scheme.name != fields.text("name"):

@@ -26,7 +26,7 @@ __all__ = ["Part", "PreparedFile", "StoredTensors", "prepare_file", "read_header
 
 _FORMAT = "hf-prefix-cache 1"
 _UNKNOWN_CHECKSUM = "0" * 8
-_PAGE, _BLOCK = 4096, 256  # bytes of a page, and pages that are summed at once: what a processor's cache holds
+_PAGE, _BLOCK = 4096, 64  # bytes of a page, and pages that are summed at once: what a processor's cache holds
 _HEADER_LIMIT = 100_000_000  # as in safetensors: a header beyond that is an attack or an accident
 _DTYPES = {
     "F64": torch.float64,
@@ -328,7 +328,8 @@ def _whole_numbers(values: Any) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    values: Any = flat.view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def _require(path: Path, holds: bool, otherwise: str) -> None:

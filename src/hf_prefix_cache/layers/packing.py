@@ -143,7 +143,7 @@ def _pack_segment(segment: Segment, prefix: str) -> tuple[dict[str, Any], list[P
 def _unpack_segment(fields: Fields, tensors: dict[str, torch.Tensor], prefix: str, scheme: Scheme) -> Segment:
     if fields.text("kind") == "exact":
         return _take_exact(tensors, prefix)
-    dtype = getattr(torch, fields.text("dtype"), None)
+    dtype: Any = getattr(torch, fields.text("dtype"), None)
     _require(isinstance(dtype, torch.dtype), prefix, "was quantized from a dtype that does not exist")
     start, tokens = fields.count("start"), fields.count("tokens", lowest=1)
     sizes = fields.list("head_dims")
