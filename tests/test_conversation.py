@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
+from generation.words import word_tokenizer
 from hf_prefix_cache.compat import CACHE_ARGUMENT
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
@@ -75,6 +76,41 @@ def test_a_prompt_that_rewrites_history_warns_and_is_exact(wrapped, prefix):
     prompt[0, 10] = prompt[0, 10] % 90 + 4
     with wrapped.branch(prefix) as branch, pytest.warns(UserWarning, match="10"):
         assert torch.equal(branch.generate(prompt, **OPTIONS), uncached(wrapped.model, prompt))
+
+
+# As templates of reasoning models do: history keeps no thinking, and a switch opens with an empty think block.
+THINKING = (
+    "{{ bos_token }}"
+    "{% if tools %}<|system|>{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|> {{ message.content.split('</think>')[-1] }} <|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if not enable_thinking %}<think> </think>{% endif %}{% endif %}"
+)
+
+
+def test_a_template_that_drops_an_empty_think_block_reuses_up_to_there_and_says_where():
+    tool = {"type": "function", "function": {"name": "w7", "description": "", "parameters": {}}}
+    options = {"enable_thinking": False, "tools": [tool]}
+    tokenizer = word_tokenizer(THINKING)
+    wrapped = hpc.PrefixCachedModel(MODELS["llama"](), tokenizer)
+    chat = [{"role": "system", "content": "you are a helpful bot ."}]
+    prefix = wrapped.prefill(chat, **options)
+    assert "w7" in tokenizer.decode(prefix.input_ids[0])
+    chat.append({"role": "user", "content": "what is one ?"})
+    with wrapped.branch(prefix) as branch:
+        first = branch.generate(chat, template_options=options, **OPTIONS)
+        assert wrapped.report().reused_tokens == prefix.seq_length
+        prompt = first[:, : wrapped.report().prompt_tokens]
+        assert tokenizer.decode(prompt[0, -2:]).split() == ["<think>", "</think>"]
+        assert torch.equal(first, uncached(wrapped.model, prompt))
+        chat += [{"role": "assistant", "content": "two"}, {"role": "user", "content": "and three ?"}]
+        left_at = prompt.shape[1] - 2
+        with pytest.warns(UserWarning, match=rf"leaves the prefix at token {left_at} of .*'<think>' in the prefix"):
+            second = branch.generate(chat, template_options=options, **OPTIONS)
+        assert wrapped.report().reused_tokens == left_at
+        whole = second[:, : wrapped.report().prompt_tokens]
+        assert torch.equal(second, uncached(wrapped.model, whole))
+        branch.commit()
 
 
 def test_what_a_branch_cannot_continue_is_refused():

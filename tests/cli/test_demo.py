@@ -13,6 +13,7 @@ from hf_prefix_cache.cli.demo_run import _INSTRUCTION, _QUESTIONS
 from hf_prefix_cache.layers import KeyValues
 from tiny_models import DECODER, build
 
+STRATEGIES = ["prefix-dynamic", "prefix-static", "prefix-quantized", "prefix-offloaded"]
 VOCABULARY = 320
 SIZES = {**DECODER, "vocab_size": VOCABULARY, "max_position_embeddings": 4096}
 
@@ -50,9 +51,15 @@ def only_line(text):
 def test_the_demo_shows_each_strategy_and_that_its_answers_are_equal(tiny_llama):
     shown = run_demo("--model", tiny_llama)
     assert shown.exit_code == 0, shown.output
-    assert "prefix-dynamic" in shown.stdout
-    assert "prefix-static" in shown.stdout
-    assert "token for token" in shown.stdout
+    assert "side by side" in shown.stdout
+    table = shown.stdout.split("side by side")[1]
+    rows = {line.split()[0]: line.split()[-1] for line in table.splitlines() if " x " in line}
+    lossy = rows.pop("prefix-quantized")
+    assert rows == {"prefix-dynamic": "yes", "prefix-static": "yes", "prefix-offloaded": "yes"}
+    assert lossy.endswith("%")
+    assert "keys are off by up to" in shown.stdout
+    said = " ".join(shown.stdout.split())
+    assert "by prefix-dynamic, prefix-static and prefix-offloaded is the uncached one, token for token" in said
     assert "NO" not in shown.stdout
     assert shown.stderr == ""
 
@@ -63,9 +70,20 @@ def test_json_results_say_what_was_computed_and_reused(tiny_llama):
     result = json.loads(shown.stdout)
     assert result["model"] == tiny_llama
     assert result["equal"] is True
-    assert [strategy["strategy"] for strategy in result["strategies"]] == ["prefix-dynamic", "prefix-static"]
+    assert [strategy["strategy"] for strategy in result["strategies"]] == STRATEGIES
     for strategy in result["strategies"]:
-        assert strategy["equal"] is True
+        texts = [*strategy["answers"], *strategy["fork"]["branches"], strategy["fork"]["afterwards"]]
+        if strategy["strategy"] == "prefix-quantized":
+            loss = strategy["loss"]
+            assert 0 < loss["keys"] < 1
+            assert 0 < loss["values"] < 1
+            shares = [text["equal_share"] for text in texts]
+            assert loss["equal_share"] == pytest.approx(sum(shares) / len(shares))
+            assert [text["equal"] for text in texts] == [share == 1 for share in shares]
+        else:
+            assert strategy["equal"] is True
+            assert strategy["loss"] is None
+            assert {text["equal_share"] for text in texts} == {1}
         assert strategy["prefix_bytes"] > 0
         assert strategy["cache_bytes"] > 0
         assert [answer["question"] for answer in strategy["answers"]] == _QUESTIONS
@@ -75,14 +93,25 @@ def test_json_results_say_what_was_computed_and_reused(tiny_llama):
         first, second = strategy["fork"]["branches"]
         assert first["text"] != second["text"]
         assert strategy["fork"]["went_back_by"] == "crop_to"
-    dynamic, static = (strategy["fork"] for strategy in result["strategies"])
-    assert dynamic["shared_bytes"] * 3 == dynamic["copied_bytes"]
-    assert static["shared_bytes"] == static["copied_bytes"]
+    dynamic, static, quantized, offloaded = result["strategies"]
+    assert static["fork"]["shared_bytes"] == static["fork"]["copied_bytes"]
+    for strategy in (dynamic, quantized, offloaded):
+        assert strategy["fork"]["shared_bytes"] * 3 == strategy["fork"]["copied_bytes"]
+    assert offloaded["prefix_bytes"] == dynamic["prefix_bytes"] > 2 * quantized["prefix_bytes"]
 
 
 def test_one_strategy_can_be_chosen(tiny_llama):
     shown = run_demo("--model", tiny_llama, "--strategy", "prefix-static", "--json")
     assert [strategy["strategy"] for strategy in json.loads(shown.stdout)["strategies"]] == ["prefix-static"]
+
+
+def test_without_bitsandbytes_the_demo_shows_the_others_and_says_so(tiny_llama, monkeypatch):
+    monkeypatch.setattr("hf_prefix_cache.cli.demo.find_spec", lambda name: None)
+    shown = run_demo("--model", tiny_llama, "--json")
+    assert [strategy["strategy"] for strategy in json.loads(shown.stdout)["strategies"]] == [
+        name for name in STRATEGIES if name != "prefix-quantized"
+    ]
+    assert "prefix-quantized is left out" in only_line(shown.stderr)
 
 
 def test_a_window_that_has_moved_on_goes_back_by_restore(tmp_path):
@@ -101,7 +130,7 @@ def something_else(snapshot):
     return replace(snapshot, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("strategy", ["prefix-dynamic", "prefix-static"])
+@pytest.mark.parametrize("strategy", ["prefix-dynamic", "prefix-static", "prefix-offloaded"])
 def test_a_prefix_that_is_not_the_computed_one_is_found_out(tiny_llama, monkeypatch, strategy):
     load = PrefixCache.load
     monkeypatch.setattr(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Answer", "Branch", "DemoResult", "ForkResult", "StrategyResult"]
+__all__ = ["Answer", "Branch", "DemoResult", "ForkResult", "Loss", "StrategyResult"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Answer:
         seconds_plain: Time of the uncached call.
         seconds_reused: Time of the call with reuse.
         equal: Whether both gave the same tokens.
+        equal_share: Share of the answer's tokens that are the same in both, from 0 to 1.
     """
 
     question: str
@@ -28,6 +29,7 @@ class Answer:
     seconds_plain: float
     seconds_reused: float
     equal: bool
+    equal_share: float
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ class Branch:
         question: What was asked.
         text: The answer.
         equal: Whether its tokens are those of uncached generation.
+        equal_share: Share of its tokens that are, from 0 to 1.
     """
 
     question: str
     text: str
     equal: bool
+    equal_share: float
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,21 @@ class ForkResult:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What a strategy that is not exact gives up.
+
+    Attributes:
+        keys: Relative error of the prefix's keys, in the layer where it is largest.
+        values: That of its values.
+        equal_share: Share of the tokens of all answers that are those of uncached generation, from 0 to 1.
+    """
+
+    keys: float
+    values: float
+    equal_share: float
+
+
+@dataclass(frozen=True)
 class StrategyResult:
     """What one strategy did.
 
@@ -80,6 +99,7 @@ class StrategyResult:
         speed_up: How many times faster that was.
         fork: The forks.
         equal: Whether every answer was the uncached one.
+        loss: What it gives up; None where it is exact, so that every answer must be the uncached one.
     """
 
     strategy: str
@@ -93,6 +113,7 @@ class StrategyResult:
     speed_up: float
     fork: ForkResult
     equal: bool
+    loss: Loss | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,7 @@ class DemoResult:
         transformers: Version of Transformers.
         new_tokens: Tokens of each answer at most.
         strategies: One result for each strategy.
-        equal: Whether every answer was the uncached one.
+        equal: Whether every answer of every exact strategy was the uncached one.
     """
 
     model: str

@@ -20,7 +20,7 @@ from ..report import GenerationReport
 from ..snapshot import PrefixSnapshot
 from ..store import store_for
 from ._console import CommandError
-from .demo_results import Answer, Branch, DemoResult, ForkResult, StrategyResult
+from .demo_results import Answer, Branch, DemoResult, ForkResult, Loss, StrategyResult
 
 __all__ = ["load", "run_demo", "step_count"]
 
@@ -89,7 +89,7 @@ def run_demo(
         transformers=transformers.__version__,
         new_tokens=new_tokens,
         strategies=results,
-        equal=all(result.equal for result in results),
+        equal=all(result.equal for result in results if result.loss is None),
     )
 
 
@@ -141,6 +141,7 @@ class _Demo:
         fork = self._fork(cache, prefix)
         plain = sum(answer.seconds_plain for answer in answers)
         reused = prefix_seconds + sum(answer.seconds_reused for answer in answers)
+        texts = (*answers, *fork.branches, fork.afterwards)
         return StrategyResult(
             strategy=strategy,
             prefix_tokens=prefix.seq_length,
@@ -152,8 +153,8 @@ class _Demo:
             seconds_reused=reused,
             speed_up=plain / reused,
             fork=fork,
-            equal=all(answer.equal for answer in answers)
-            and all(branch.equal for branch in (*fork.branches, fork.afterwards)),
+            equal=all(text.equal for text in texts),
+            loss=_loss(prefix, texts),
         )
 
     def _fork(self, cache: PrefixCache, prefix: PrefixSnapshot) -> ForkResult:
@@ -177,7 +178,13 @@ class _Demo:
     def _branch(self, question: str, fork: PrefixCache, strategy: str) -> Branch:
         self.step(f"{strategy}, a fork: {question}")
         output = self._generate(self.prompts[question], **cache_argument(fork))
-        return Branch(question, self._text(question, output), torch.equal(output, self.plain[question][0]))
+        expected = self.plain[question][0]
+        return Branch(
+            question,
+            self._text(question, output),
+            equal=torch.equal(output, expected),
+            equal_share=self._equal_share(question, output),
+        )
 
     def _answer(self, question: str, output: torch.Tensor, seconds: float, cached: PrefixCachedModel) -> Answer:
         report = cast(GenerationReport, cached.report())
@@ -191,7 +198,15 @@ class _Demo:
             seconds_plain=seconds_plain,
             seconds_reused=seconds,
             equal=torch.equal(output, expected),
+            equal_share=self._equal_share(question, output),
         )
+
+    def _equal_share(self, question: str, output: torch.Tensor) -> float:
+        """Return the share of places behind the prompt at which ``output`` has the token of uncached generation."""
+        start = self.prompts[question].shape[1]
+        ours, theirs = output[0, start:].tolist(), self.plain[question][0][0, start:].tolist()
+        same = sum(one == other for one, other in zip(ours, theirs, strict=False))
+        return same / max(len(ours), len(theirs))
 
     def _generate(self, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         generate: Any = self.model.generate
@@ -213,6 +228,14 @@ class _Demo:
         answer = output[0, self.prompts[question].shape[1] :]
         text = cast(str, self.tokenizer.decode(answer, skip_special_tokens=True))
         return " ".join(text.split())
+
+
+def _loss(prefix: PrefixSnapshot, texts: Sequence[Answer | Branch]) -> Loss | None:
+    error = prefix.error
+    if error is None:
+        return None
+    share = sum(text.equal_share for text in texts) / len(texts)
+    return Loss(keys=max(error.keys), values=max(error.values), equal_share=share)
 
 
 def _common_prefix(prompts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from .demo_results import Answer, Branch, DemoResult, StrategyResult
+from .demo_results import Answer, Branch, DemoResult, Loss, StrategyResult
 
 __all__ = ["show"]
 
@@ -28,10 +28,19 @@ def show(result: DemoResult) -> None:
     for strategy in result.strategies:
         console.rule(f"[bold]{strategy.strategy}[/bold]")
         console.print(_table(strategy))
+        if strategy.loss is not None:
+            console.print(Padding(_in_words(strategy.loss), (0, 0, 1, 1), expand=False))
         console.print(Padding(_forks(strategy), (0, 0, 1, 1), expand=False))
+    if len(result.strategies) > 1:
+        console.rule("[bold]side by side[/bold]")
+        console.print(_side_by_side(result))
     console.rule()
-    if result.equal:
-        console.print("[green]Every answer with a reused prefix is the uncached one, token for token.[/green]")
+    exact = [strategy.strategy for strategy in result.strategies if strategy.loss is None]
+    if result.equal and exact:
+        console.print(
+            f"[green]Every answer with a prefix reused by {_listed(exact)} is the uncached one, token for "
+            "token.[/green]"
+        )
 
 
 def _question(number: int, answer: Answer) -> Padding:
@@ -56,9 +65,38 @@ def _table(result: StrategyResult) -> Table:
             _seconds(answer.seconds_plain),
             _seconds(answer.seconds_reused),
             f"{answer.seconds_plain / answer.seconds_reused:.1f} x",
-            _mark(answer.equal),
+            _mark(answer.equal) if result.loss is None else f"{answer.equal_share:.0%}",
         )
     return table
+
+
+def _in_words(loss: Loss) -> str:
+    return (
+        f"It keeps fewer bits, and says what that costs: keys are off by up to {loss.keys:.1%} and values by up to "
+        f"{loss.values:.1%}; {loss.equal_share:.0%} of the answers' tokens are the uncached ones. It is never mixed "
+        "with the exact strategies."
+    )
+
+
+def _side_by_side(result: DemoResult) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("")
+    for name in ("with reuse", "speed-up", "guide kept", "guide and\ntwo forks", "equal"):
+        table.add_column(name, justify="right", vertical="bottom")
+    for strategy in result.strategies:
+        table.add_row(
+            strategy.strategy,
+            _seconds(strategy.seconds_reused),
+            f"{strategy.speed_up:.1f} x",
+            decimal(strategy.prefix_bytes),
+            decimal(strategy.fork.shared_bytes),
+            _mark(strategy.equal) if strategy.loss is None else f"{strategy.loss.equal_share:.0%}",
+        )
+    return table
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _forks(result: StrategyResult) -> Tree:
@@ -71,12 +109,13 @@ def _forks(result: StrategyResult) -> Tree:
     back = f"crop_to({result.prefix_tokens})" if fork.went_back_by == "crop_to" else "restore(snapshot)"
     names = [f"fork {number}" for number in range(1, len(fork.branches) + 1)]
     for name, branch in zip((*names, f"fork 1 after {back}"), (*fork.branches, fork.afterwards), strict=True):
-        tree.add(_branch(name, branch))
+        tree.add(_branch(name, branch, is_exact=result.loss is None))
     return tree
 
 
-def _branch(name: str, branch: Branch) -> Text:
-    mark = Text.from_markup(f" (equal: {_mark(branch.equal)})")
+def _branch(name: str, branch: Branch, *, is_exact: bool) -> Text:
+    equal = _mark(branch.equal) if is_exact else f"{branch.equal_share:.0%}"
+    mark = Text.from_markup(f" (equal: {equal})")
     return Text.assemble((f"{name}: ", "bold"), branch.question, mark, "\n", (branch.text, "cyan"))
 
 
