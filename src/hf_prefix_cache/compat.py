@@ -129,6 +129,7 @@ _WRONG_BEHIND_A_PREFIX = {
     "cpmant": _BOTH_WAYS,
     "git": "it takes every cached prefix for one that begins with an image; use Transformers as it is",
     "prophetnet": _BOTH_WAYS,
+    "recurrent_gemma": "it keeps its running states in its modules and not in the cache; use Transformers as it is",
     "unlimited_ocr_text": (
         "what its windows keep depends on where the prompt ended, so that a prefix is not the same in two prompts; "
         "use Transformers as it is"

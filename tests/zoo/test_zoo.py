@@ -18,7 +18,7 @@ REPRESENTATIVE = (
     *("llama", "gpt2", "bloom", "falcon", "mpt", "opt", "gptj", "phi3", "qwen3_moe", "deepseek_v3", "moshi"),
     *("mistral", "gemma3_text", "gpt_oss", "cohere2", "gpt_neo", "llama4_text", "gemma3n_text", "dory"),
     *("deepseek_v32", "minimax_m3_vl_text", "deepseek_v4", "nemotron_h"),
-    *("mamba", "mamba2", "falcon_h1", "lfm2", "qwen3_next", "recurrent_gemma", "rwkv"),
+    *("mamba", "mamba2", "falcon_h1", "lfm2", "qwen3_next", "olmo_hybrid", "rwkv"),
 )
 
 
