@@ -75,9 +75,9 @@ def in_all_rows(compiled: Callable[..., Any], cache: PrefixStaticCache) -> Calla
 
     def call(*args: Any, **inputs: Any) -> Any:
         ids = inputs.get("input_ids")
-        rows = None if ids is None else ids.shape[0]
-        capacity = layers[0].batch_size if layers[0].is_initialized else rows
-        if rows is None or rows == capacity:
+        rows = None if ids is None else int(ids.shape[0])
+        capacity = int(layers[0].batch_size) if layers[0].is_initialized else rows
+        if rows is None or capacity is None or rows == capacity:
             return compiled(*args, **inputs)
         outputs = compiled(**{name: _repeat_first(value, rows, capacity) for name, value in inputs.items()})
         for layer in layers:
