@@ -65,7 +65,7 @@ def length_limit(config: PreTrainedConfig) -> int | None:
     """Return how many tokens a model is made to read at once, or None if its configuration does not say."""
     decoder = decoder_config(config)
     limits = (getattr(decoder, name, None) for name in _LIMITS)
-    return next((int(limit) for limit in limits if limit), None)
+    return next((int(limit) for limit in limits if limit and limit > 0), None)  # XLNet says -1
 
 
 def key_value_width(config: PreTrainedConfig) -> int:
