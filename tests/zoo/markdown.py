@@ -58,6 +58,9 @@ def _summary(name: str, rows: dict[str, Any]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for strategy in STRATEGIES:
+        if not all(strategy in row["cells"] for row in caching.values()):
+            lines.append(f"| {strategy} | not checked: its package was not installed | | | | | |")
+            continue
         stands = Counter(standing(row, strategy) for row in caching.values())
         cells = Counter(cell["outcome"] for row in caching.values() for cell in row["cells"][strategy].values())
         wrong = sum(count for outcome, count in cells.items() if outcome not in ("exact", "refused"))
@@ -90,7 +93,7 @@ def _architectures(name: str, rows: dict[str, Any]) -> list[str]:
             number = reasons.setdefault(row["no_cache"], len(reasons) + 1)
             shown = [f"refused ({number})"] * len(STRATEGIES)
         else:
-            shown = [_shown(row["cells"][strategy], reasons) for strategy in STRATEGIES]
+            shown = [_shown(row["cells"].get(strategy, {}), reasons) for strategy in STRATEGIES]
         score = row["cells"]["scoring"]["scores"]
         scoring = f"{score.get('route', '')} {_shown({'scores': score}, reasons)}".strip()
         lines.append(f"| {key} | {', '.join(row['kinds'])} | {' | '.join(shown)} | {scoring} |")
@@ -111,7 +114,7 @@ def _shown(cells: dict[str, Any], reasons: dict[str, int]) -> str:
             number = reasons.setdefault(text, len(reasons) + 1)
             word = operation if cell["outcome"] == "refused" else f"**{operation} {cell['outcome']}**"
             refused.setdefault(number, []).append(word)
-    if len(refused) == 1 and len(cells) == len(next(iter(refused.values()))):
+    if cells and len(refused) == 1 and len(cells) == len(next(iter(refused.values()))):
         return f"refused ({next(iter(refused))})"
     return "; ".join([*parts, *(f"{', '.join(names)} ({number})" for number, names in refused.items())])
 
