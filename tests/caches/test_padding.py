@@ -114,6 +114,18 @@ def test_a_cropped_padded_cache_forgets_the_padding_that_was_cropped(strategy, m
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tokens_that_come_unprepared_where_padding_was_cropped_are_tokens(strategy, model):
+    talk = conversation(strategy, model)
+    talk.step([1, 4, 2], "right")
+    talk.cache.crop(-4)
+    new = random_ids(3, 3)
+    cached(model, new, talk.cache)
+    talk.rows = [row[:7] + more.tolist() for row, more in zip(talk.rows, new, strict=True)]
+    assert talk.cache.padding_mask is None
+    talk.step([1, 3, 2])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_snapshots_carry_padding_into_either_strategy(strategy, model):
     talk = conversation(strategy, model)
     talk.step([1, 4, 2], "right")
