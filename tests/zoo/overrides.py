@@ -110,7 +110,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64, "num_key_value_heads": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64, "num_key_value_heads": 4},
-    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "num_hidden_layers": 4, "num_experts_per_tok": 1},
+    "zaya": {
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 1,
+        "initializer_range": 0.1,  # rounding comes to 2e-4 otherwise
+    },
 }
 """Settings where the usual sizes do not fit together, or where they leave out a kind of layer."""
 
