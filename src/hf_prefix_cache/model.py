@@ -168,7 +168,7 @@ class PrefixCachedModel:
         snapshot = None if prefix is None else self._known_prefix(prefix)
         config = arguments.get("generation_config")
         if "cache_implementation" not in arguments and (config is None or config.cache_implementation is None):
-            strategy, options = self.strategy, {}
+            strategy, options = self.strategy, dict[str, Any]()
             if self._budget is not None:
                 strategy, options = self._budget.choose_call(ids, arguments, snapshot)
             if config is None:

@@ -115,7 +115,7 @@ def test_weights_that_change_on_disk_are_noticed(tmp_path):
 def test_weights_on_disk_are_read_for_the_fingerprint_once(tmp_path, monkeypatch):
     model = on_disk("llama", tmp_path)
     fingerprint_of(model)
-    monkeypatch.setattr(hpc.fingerprint, "_checksum", None)
+    monkeypatch.setattr(hpc.fingerprint, "tensor_checksum", None)
     generated(model, tokens(1, 5))
     fingerprint_of(model)
 

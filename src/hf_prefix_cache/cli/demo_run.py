@@ -141,7 +141,7 @@ class _Demo:
         fork = self._fork(cache, prefix)
         plain = sum(answer.seconds_plain for answer in answers)
         reused = prefix_seconds + sum(answer.seconds_reused for answer in answers)
-        texts = (*answers, *fork.branches, fork.afterwards)
+        texts: tuple[Answer | Branch, ...] = (*answers, *fork.branches, fork.afterwards)
         return StrategyResult(
             strategy=strategy,
             prefix_tokens=prefix.seq_length,
