@@ -26,7 +26,7 @@ __all__ = ["Part", "PreparedFile", "StoredTensors", "prepare_file", "read_header
 
 _FORMAT = "hf-prefix-cache 1"
 _UNKNOWN_CHECKSUM = "0" * 8
-_PAGE, _BLOCK = 4096, 64  # bytes of a page, and pages that are summed at once: what a processor's cache holds
+_PAGE = 4096  # bytes that a disk writes together
 _HEADER_LIMIT = 100_000_000  # as in safetensors: a header beyond that is an attack or an accident
 _DTYPES = {
     "F64": torch.float64,
@@ -195,18 +195,14 @@ def read_tensors(path: Path, check: Callable[[Any], object] | None = None) -> St
 
 
 def _checksum(data: memoryview, before: int) -> int:
-    """Return the checksum of what gave ``before`` and of ``data``: CRC-32 of sums along and across pages.
+    """Return the checksum of what gave ``before`` and of ``data``: CRC-32 of the sum of each page.
 
-    Sums are computed as fast as memory is read, CRC-32 of all bytes is not. Any one changed bit changes two of them,
-    and so does anything but changes that cancel out along and across. The order of pages, which a disk writes apart,
-    counts.
+    Sums of words are computed as fast as memory is read, CRC-32 of all bytes is not. Any changed bit changes a sum, as
+    does any other damage but what cancels out inside of one page; and their order, which a disk may mix up, counts.
     """
     whole = len(data) // _PAGE * _PAGE
     pages = np.frombuffer(data, dtype=np.uint64, count=whole // 8).reshape(-1, _PAGE // 8)
-    for first in range(0, len(pages), _BLOCK):
-        block = pages[first : first + _BLOCK]
-        before = zlib.crc32(block.sum(axis=1, dtype=np.uint64).tobytes(), before)
-        before = zlib.crc32(block.sum(axis=0, dtype=np.uint64).tobytes(), before)
+    before = zlib.crc32(pages.sum(axis=1, dtype=np.uint64).tobytes(), before)
     return zlib.crc32(data[whole:], before)
 
 

@@ -61,7 +61,7 @@ def kill_writers(processes, folder, times):
 
 
 def test_writers_that_are_killed_lose_nothing_that_was_there(processes, tmp_path):
-    kill_writers(processes, tmp_path, times=5)
+    kill_writers(processes, tmp_path, times=4)
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_a_hundred_writers_that_are_killed_lose_nothing_that_was_there(processes
 
 
 def test_three_processes_share_a_directory(processes, tmp_path):
-    running = [processes.Process(target=write_and_read, args=(str(tmp_path), seed, 25)) for seed in range(3)]
+    running = [processes.Process(target=write_and_read, args=(str(tmp_path), seed, 15)) for seed in range(3)]
     for process in running:
         process.start()
     for process in running:

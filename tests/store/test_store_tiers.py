@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import threading
 import time
 
@@ -225,6 +226,20 @@ def test_what_killed_writers_left_behind_is_removed_by_the_next(tmp_path):
     store.flush()
     assert not left.exists()
     assert (tmp_path / "my.partial").exists()
+
+
+def test_a_directory_that_somebody_removes_is_made_again(tmp_path):
+    store = PrefixStore(max_bytes=1_000_000, directory=tmp_path / "prefixes")
+    store.insert(make_snapshot(run_of(10)))
+    store.flush()
+    store.clear()
+    shutil.rmtree(tmp_path / "prefixes")
+    assert store.match(run_of(10), "model") is None
+    store.sanity_check()
+    store.insert(make_snapshot(run_of(10)))
+    assert store.flush() == 1
+    store.clear()
+    assert store.match(run_of(10), "model").seq_length == 10
 
 
 def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):

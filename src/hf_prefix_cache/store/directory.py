@@ -191,7 +191,11 @@ class SnapshotDirectory:
 
     def _read(self) -> None:
         """Learn of files that came and went since the last time."""
-        changed = os.stat(self.path).st_mtime_ns
+        try:
+            changed = os.stat(self.path).st_mtime_ns
+        except FileNotFoundError:  # somebody removed it with all that was in it
+            self.path.mkdir(parents=True, exist_ok=True)
+            changed = 0
         if changed == self._seen:
             return
         there = set(self._names())
