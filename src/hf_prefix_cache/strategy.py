@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 
 from .caches import PrefixQuantizedCache
 from .caches.base import attention_layers
-from .compat import decoder_config, layer_specs, runs_on_static_caches
+from .compat import decoder_config, layer_specs, runs_on_static_caches, why_no_static_cache
 from .exceptions import CacheCapacityError, InputMismatchError
 from .layers import DYNAMIC_KINDS
+from .layers.quantized_kinds import QUANTIZED_KINDS
 from .weights import input_device
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StrategyChoice", "cache_bytes", "choose_strategy", "predicted_bytes"]
 
-_STATE_ONLY = ("conv", "linear_attention")
-_ATTENTION_ONLY = ("full_attention", "sliding_attention", "chunked_attention")
+_STATE_ONLY = ("conv", "linear_attention", "dummy")
+_ATTENTION_ONLY = ("full_attention", "sliding_attention", "chunked_attention", "dummy")
 
 
 # Tokens that are quantized together, by default, and bits of a quantized key or value, scales included.
@@ -238,6 +239,7 @@ def _choose_small(
     if offloaded <= allowed and predictions["prefix-dynamic"] <= host:
         reasons = (size, f"host memory has {host / 1e6:.0f} MB free, and only two layers at a time are on the device")
         return StrategyChoice("prefix-offloaded", offloaded, free, reasons, predictions)
+    may_lose = may_lose and all(spec.kind in QUANTIZED_KINDS for spec in layer_specs(model.config))
     few = {nbits: _quantized_bytes(model.config, nbits, **sizes) for nbits in sorted(_BITS)[::-1]}
     found = " or ".join(f"{count / 1e6:.1f} MB in {nbits} bits" for nbits, count in few.items())
     for nbits, count in few.items():
@@ -262,7 +264,9 @@ def _why_dynamic(model: PreTrainedModel, tokens: int | None, compiles: bool) -> 
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "the model is spread over devices, where static shapes do not compile"
     if any(spec.kind not in _ATTENTION_ONLY for spec in layer_specs(model.config)):
-        return "the model has running states, which have no static shapes to gain from"
+        return "the model has running states or layers of its own kind, which have no static shapes to gain from"
+    if why_no_static_cache(model.config):
+        return f"the model is wrong on static shapes: {why_no_static_cache(model.config)}"
     if not runs_on_static_caches(model):
         return "the model does not generate on static caches in this release of Transformers"
     if tokens is None:

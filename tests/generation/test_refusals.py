@@ -14,6 +14,7 @@ from transformers import (
 
 import hf_prefix_cache as hpc
 from generation.oracles import STATIC_BLOOM, STRATEGIES, generated, tokens
+from hf_prefix_cache.layers import DYNAMIC_KINDS
 from tiny_models import DECODER, build
 
 
@@ -59,7 +60,7 @@ def test_models_with_a_prefill_or_cache_of_their_own_are_refused_by_name(kind):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layers_that_no_cache_holds_are_refused_by_their_kind(strategy):
+def test_layers_that_no_cache_holds_are_refused_by_their_kind(strategy, monkeypatch):
     sharing = {
         "num_kv_shared_layers": 1,
         "layer_types": ["full_attention"] * 2,
@@ -69,6 +70,8 @@ def test_layers_that_no_cache_holds_are_refused_by_their_kind(strategy):
     altup = {"altup_num_inputs": 2, "altup_active_idx": 0}
     model, prompt = build(Gemma3nTextConfig(**DECODER, **sharing, **extra, **altup)), tokens(1, 6)
     plain = generated(model, prompt)
+    assert torch.equal(generated(model, prompt, cache_implementation=strategy), plain)
+    monkeypatch.delitem(DYNAMIC_KINDS, "dummy")
     with pytest.raises(hpc.UnsupportedLayerError, match=r"layer 1 of Gemma3nTextConfig is of the kind 'dummy'"):
         generated(model, prompt, cache_implementation=strategy)
     assert torch.equal(generated(model, prompt), plain)

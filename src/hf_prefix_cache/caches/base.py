@@ -51,7 +51,9 @@ def attention_layers(config: PreTrainedConfig, cache_name: str, kinds: Container
         )
     obstacle = why_no_cache(config)
     if obstacle:
-        raise UnsupportedModelError(f"{cache_name} does not serve this model: {obstacle}")
+        raise UnsupportedModelError(
+            f"{type(config).__name__} describes a model that {cache_name} does not serve: {obstacle}"
+        )
     specs = layer_specs(config)
     for index, spec in enumerate(specs):
         if spec.kind not in kinds:
