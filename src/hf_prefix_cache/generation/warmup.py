@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,17 +33,21 @@ class Warmup:
         max_cache_len: Tokens that each row may grow to.
         graphs: Graphs that were compiled.
         seconds: How long it took.
+
+    Example:
+        >>> Warmup(batch_sizes=(1, 4), max_cache_len=512, graphs=2, seconds=40.0).batch_sizes
+        (1, 4)
     """
 
     batch_sizes: tuple[int, ...]
     max_cache_len: int
     graphs: int
     seconds: float
-    _model: weakref.ref[PreTrainedModel]
+    _model: weakref.ref[PreTrainedModel] | None = field(default=None, repr=False, compare=False)
 
     def release(self) -> None:
         """Free the buffers that are kept for later calls; what was compiled stays."""
-        model = self._model()
+        model = None if self._model is None else self._model()
         if model is not None:
             for rows in self.batch_sizes:
                 release_buffers(model, StaticSize(rows, self.max_cache_len))
