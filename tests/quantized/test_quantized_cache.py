@@ -266,6 +266,29 @@ def test_the_attention_half_of_hybrids_is_quantized_and_running_states_stay_exac
     assert torch.equal(run(model, more[:1], cache.snapshot().to_cache()), run(model, more[:1], cache.fork()))
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_rows_of_hybrids_continue_as_forks_that_run_alone_in_every_format(name, form):
+    model = RECURRENT_MODELS[name]()
+    text, more = ids(1, LENGTH), ids(3, 2)
+    cache = filled(model, text, **form)
+    assert cache.report().bits_per_value > 0
+    snapshot = cache.snapshot()
+    alone = [cache.fork() for _ in more]
+    first = torch.cat([run(model, row[None, :1], fork) for row, fork in zip(more, alone, strict=True)])
+    second = torch.cat([run(model, row[None, 1:], fork) for row, fork in zip(more, alone, strict=True)])
+    for batch in (cache.fork(3), snapshot.to_cache(batch_size=3), cache.fork()):
+        if batch.rows == 1:
+            batch.batch_repeat_interleave(3)
+        torch.testing.assert_close(run(model, more[:, :1], batch), first, atol=1e-4, rtol=0)
+        batch.reorder_cache(torch.tensor([2, 0, 1]))
+        batch.batch_select_indices(torch.tensor([0, 2]))
+        torch.testing.assert_close(run(model, more[[2, 1], 1:], batch), second[[2, 1]], atol=1e-4, rtol=0)
+    assert not cache.can_crop_to(LENGTH - 5)
+    run(model, more[:1, :1], cache)
+    cache.restore(snapshot)
+    assert torch.equal(run(model, more[:1, :1], cache), first[:1])
+
+
 def test_padded_rows_are_served_as_by_other_caches(form):
     model = TINY_MODELS["llama"]()
     text = ids(1, LENGTH)

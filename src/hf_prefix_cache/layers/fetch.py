@@ -53,6 +53,5 @@ class Fetch(Generic[_Part]):
 
 
 def _moved(segment: _Part, device: torch.device) -> _Part:
-    if isinstance(segment, QuantizedRun):
-        return segment.to(device)
-    return KeyValues(*(part.to(device, non_blocking=True) for part in segment))
+    moved = [part.to(device, non_blocking=True) for part in segment]
+    return segment.kept(moved) if isinstance(segment, QuantizedRun) else KeyValues(*moved)

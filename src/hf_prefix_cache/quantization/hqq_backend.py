@@ -94,8 +94,11 @@ class Uniform(Quantizer):
         levels = unpack(codes.movedim(-2, 0).flatten(1), dtype=out.dtype)[:values]
         levels = levels.unflatten(1, (*codes.shape[:3], codes.shape[-1])).movedim(0, -2)
         steps, lowest = (part.to(out.dtype)[..., None, :] for part in (steps, lowest))
-        decoded = (levels * steps).add_(lowest)
-        out.copy_(decoded if self.by_channel else decoded.mT.reshape(out.shape))
+        # Two steps, not one: fused, some lanes of a vector would be rounded once and others twice.
+        if self.by_channel:
+            torch.mul(levels, steps, out=out).add_(lowest)
+        else:
+            out.copy_((levels * steps).add_(lowest).mT.reshape(out.shape))
 
 
 def _package() -> Any:
