@@ -15,9 +15,9 @@ from tiny_models import WINDOW
 REQUESTS = [([5, 9, 12, 7, 30, 41, 5, 9, 2, 77, 15, 3, 8, token], [22, 23, token]) for token in range(20, 26)]
 
 
-def broken_layout(query_nodes, query_depths, key_nodes, key_depths, key_ends, blocks) -> TreeLayout:
+def broken_layout(query_nodes, query_depths, key_nodes, key_depths, key_ends, *others) -> TreeLayout:
     """Make a layout in which tokens see all that stands before them."""
-    return TreeLayout(query_nodes, query_depths, key_nodes, key_depths, key_ends + 1000, blocks)
+    return TreeLayout(query_nodes, query_depths, key_nodes, key_depths, key_ends + 1000, *others)
 
 
 def test_wrong_packing_is_found_warned_of_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
