@@ -305,7 +305,7 @@ def static_calls(model):
     (short, long), (few, many) = STATIC_QUESTIONS, STATIC_NEW
     for index in range(STATIC_PREFIXES):
         question = short + (long - short) * index // (STATIC_PREFIXES - 1)
-        new = few + (many - few) * (7 * index % STATIC_PREFIXES) // (STATIC_PREFIXES - 1)
+        new = few + int((many - few) * (7 * index % STATIC_PREFIXES / (STATIC_PREFIXES - 1)) ** 2)
         length = int(torch.randint(50, STATIC_LENGTH - question - new, (1,), generator=generator))
         yield random_tokens(model, 1, length), random_tokens(model, 1, question), new
 
