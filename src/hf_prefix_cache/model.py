@@ -13,18 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from .budget import MemoryBudget
 from .caches import PrefixCache
-from .compat import forget_rotary_state
 from .conversation import Branch
-from .exceptions import (
-    BatchSizeError,
-    InputMismatchError,
-    SnapshotIncompleteError,
-    UnknownOptionError,
-)
+from .exceptions import InputMismatchError, UnknownOptionError
 from .generation import Warmup, given_prefix, warmup
 from .generation.call import CallOptions
 from .generation.strategies import CACHE_OPTIONS
-from .prefixes import compute_prefix
+from .prefixes import as_snapshot, compute_prefix, known_prefix
 from .prompts import describe_divergence, encode_prefix, encode_prompts
 from .report import GenerationReport, last_report, record_report
 from .scoring import ContinuationScore, encode_pairs, loglikelihood
@@ -165,7 +159,7 @@ class PrefixCachedModel:
             raise InputMismatchError(
                 "attention_mask goes with prompts that are a tensor; other prompts are padded here"
             )
-        snapshot = None if prefix is None else self._known_prefix(prefix)
+        snapshot = None if prefix is None else known_prefix(self.model, prefix)
         config = arguments.get("generation_config")
         if "cache_implementation" not in arguments and (config is None or config.cache_implementation is None):
             strategy, options = self.strategy, dict[str, Any]()
@@ -234,7 +228,7 @@ class PrefixCachedModel:
             torch.Size([2, 2, 32])
         """
         ids = check_token_ids(input_ids, vocabulary=vocabulary_size(self.model)).to(input_device(self.model))
-        snapshot = self._snapshot(prefix)
+        snapshot = as_snapshot(prefix)
         if snapshot.fingerprint is not None:
             snapshot.verify(self.model)
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -352,33 +346,3 @@ class PrefixCachedModel:
             True
         """
         return last_report(self.model)
-
-    def _known_prefix(self, prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
-        """Return ``prefix`` as a snapshot whose tokens can be matched."""
-        forget_rotary_state(self.model)
-        if isinstance(prefix, PrefixCache) and prefix.known_ids is not None and prefix.rows == 1:
-            fork = prefix.fork()
-            fork.crop_to(prefix.known_ids.shape[1])
-            snapshot = fork.snapshot(model=self.model, input_ids=prefix.known_ids)
-        else:
-            snapshot = self._snapshot(prefix)
-        if snapshot.batch_size != 1:
-            raise BatchSizeError(f"prefix has {snapshot.batch_size} rows; a prefix is one row: pass that of one row")
-        if snapshot.input_ids is None or snapshot.padding_mask is not None:
-            what = "has padding" if snapshot.input_ids is not None else "does not know its token ids"
-            raise SnapshotIncompleteError(
-                f"prefix {what}, so nothing can be matched; take it with prefill, or with "
-                "cache.snapshot(model=..., input_ids=...) of a cache without padding"
-            )
-        snapshot.verify(self.model)
-        return snapshot
-
-    @staticmethod
-    def _snapshot(prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
-        if isinstance(prefix, PrefixSnapshot):
-            return prefix
-        if isinstance(prefix, PrefixCache):
-            return prefix.snapshot()
-        raise InputMismatchError(
-            f"prefix is a {type(prefix).__name__}; pass a snapshot from prefill, or a prefix cache"
-        )

@@ -1,4 +1,4 @@
-"""Computing a prefix, or the part of it that is not known yet, and keeping it."""
+"""Prefixes of the wrapper: computing what is not known yet of one, and taking one in the form that a user has."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .caches import PrefixQuantizedCache
+from .caches import PrefixCache, PrefixQuantizedCache
 from .compat import forget_rotary_state, original_max_positions
-from .exceptions import UnsupportedModelError
+from .exceptions import BatchSizeError, InputMismatchError, SnapshotIncompleteError, UnsupportedModelError
 from .fingerprint import fingerprint_of
 from .forward import feed_prefix, has_running_state
 from .generation import computes_randomly
@@ -20,7 +20,7 @@ from .weights import input_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["compute_prefix"]
+__all__ = ["as_snapshot", "compute_prefix", "known_prefix"]
 
 
 def compute_prefix(
@@ -67,3 +67,44 @@ def compute_prefix(
     if is_short:
         store.insert(snapshot)
     return snapshot
+
+
+def known_prefix(model: PreTrainedModel, prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
+    """Return ``prefix`` as a snapshot of one row whose tokens can be matched, verified against ``model``.
+
+    Raises:
+        InputMismatchError: It is neither a snapshot nor a cache.
+        BatchSizeError: It has several rows.
+        SnapshotIncompleteError: It does not know its tokens, or has padding.
+        FingerprintMismatchError: Another model computed it, or this one in another state.
+    """
+    forget_rotary_state(model)
+    if isinstance(prefix, PrefixCache) and prefix.known_ids is not None and prefix.rows == 1:
+        fork = prefix.fork()
+        fork.crop_to(prefix.known_ids.shape[1])
+        snapshot = fork.snapshot(model=model, input_ids=prefix.known_ids)
+    else:
+        snapshot = as_snapshot(prefix)
+    if snapshot.batch_size != 1:
+        raise BatchSizeError(f"prefix has {snapshot.batch_size} rows; a prefix is one row: pass that of one row")
+    if snapshot.input_ids is None or snapshot.padding_mask is not None:
+        what = "has padding" if snapshot.input_ids is not None else "does not know its token ids"
+        raise SnapshotIncompleteError(
+            f"prefix {what}, so nothing can be matched; take it with prefill, or with "
+            "cache.snapshot(model=..., input_ids=...) of a cache without padding"
+        )
+    snapshot.verify(model)
+    return snapshot
+
+
+def as_snapshot(prefix: PrefixSnapshot | PrefixCache) -> PrefixSnapshot:
+    """Return ``prefix``, or what it holds now.
+
+    Raises:
+        InputMismatchError: It is neither a snapshot nor a cache.
+    """
+    if isinstance(prefix, PrefixSnapshot):
+        return prefix
+    if isinstance(prefix, PrefixCache):
+        return prefix.snapshot()
+    raise InputMismatchError(f"prefix is a {type(prefix).__name__}; pass a snapshot from prefill, or a prefix cache")

@@ -1,6 +1,7 @@
 """The demo's prompts and measurements."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ _ALL = (*_QUESTIONS, *_BRANCHES, _AFTERWARDS)
 
 
 def load(name_or_path: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, without Transformers' own progress bars and advice.
+    """Load a model and its tokenizer, without progress bars and advice of other packages.
 
     Raises:
         MissingPackageError: The packaged model was asked for and is not installed.
@@ -41,6 +42,7 @@ def load(name_or_path: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizer
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises to install faster kernels
     if name_or_path is None:
         return load_model()
     try:
