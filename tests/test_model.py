@@ -61,7 +61,8 @@ def test_a_longer_prefix_computes_what_is_new_and_a_known_end_only_its_last_toke
 
 
 def test_a_prefix_longer_than_a_chunk_is_fed_in_chunks(llama, monkeypatch):
-    monkeypatch.setattr("hf_prefix_cache.prefixes._CHUNK", 8)
+    monkeypatch.setattr("hf_prefix_cache.forward._CHUNK", 8)
+    monkeypatch.setattr("hf_prefix_cache.forward._FEWEST_COLUMNS", 1)
     with counted(llama.model) as count:
         prefix = llama.prefill(tokens(1, 20))
     assert count.calls == [8, 8, 4]
