@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can
 def processes():
     """A server that has imported everything and starts a process in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["writers"])
+    # What is on this process's path only cannot be imported by the server of old Pythons.
+    context.set_forkserver_preload(["hf_prefix_cache", "writers"])
     before = sys.path[:]
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     yield context
@@ -38,9 +39,9 @@ def kill_writers(processes, folder, times):
         writer = processes.Process(target=write_for_ever, args=(str(folder), round_number), daemon=True)
         writer.start()
         deadline = time.monotonic() + 20
-        while not list((folder / "store").glob("*.safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(rng.random() * 0.08)
+        while len(list((folder / "store").glob("*.safetensors"))) == len(known) and time.monotonic() < deadline:
+            time.sleep(0.001)  # until it writes: a process takes a while to begin
+        time.sleep(rng.random() * 0.05)
         writer.kill()
         writer.join()
         there = {path.name for path in (folder / "store").glob("*.safetensors")}
@@ -52,7 +53,7 @@ def kill_writers(processes, folder, times):
         single = hpc.PrefixSnapshot.load(folder / "single.safetensors", model=None, unverified=True)
         assert single.input_ids[0].tolist() in PROMPTS[:2]
     store = PrefixStore(max_bytes=10**6, directory=folder / "store", max_directory_bytes=10**9)
-    assert store.stats().tiers[1].entries == len(known) > times // 2
+    assert store.stats().tiers[1].entries == len(known) >= times
     store.sanity_check()
     store.insert(make_snapshot(PROMPTS[0], fingerprint="after"))
     assert store.flush() == 1
