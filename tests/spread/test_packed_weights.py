@@ -82,8 +82,8 @@ def test_scores_are_those_of_uncached_rows(model):
     contexts = tokens(2, 12, seed=3)
     contexts[1, :9] = contexts[0, :9]
     requests = [(context.tolist(), continuation) for context in contexts for continuation in ([5, 6], [7])]
-    # With 8 bits packed rows look for outliers together: the self-check sees that, and rows are scored alone, without
-    # their last token, which no score needs.
+    # With 8 bits, tokens of one call look for outliers together. The self-check sees that packed rows are then off, and
+    # what is left is what plain rows differ by among themselves, fed alone or together, with or without a last token.
     finds_outliers = model.config.quantization_config.load_in_8bit
     with pytest.warns(UserWarning, match="row by row") if finds_outliers else nullcontext():
         scores = hpc.loglikelihood(model, requests, progress=False)
@@ -91,7 +91,7 @@ def test_scores_are_those_of_uncached_rows(model):
         with torch.no_grad():
             logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum()
-        torch.testing.assert_close(score.logprob, float(expected), atol=0.05 if finds_outliers else 1e-4, rtol=0)
+        torch.testing.assert_close(score.logprob, float(expected), atol=0.3 if finds_outliers else 1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("form", FORMATS)
