@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from .attention import sharing_gate
 from .caches import PrefixQuantizedCache
 from .caches.base import attention_layers
 from .compat import decoder_config, layer_specs, runs_on_static_caches, why_no_static_cache
@@ -208,6 +209,10 @@ def choose_strategy(
     sizes: dict[str, Any] = {"tokens": length, "batch_size": batch_size, "dtype": model.dtype}
     sizes["shared_tokens"] = shared_tokens if batch_size > 1 else 0
     predictions = predicted_bytes(model.config, device=device, **sizes)
+    if not sharing_gate(model, batch_size, shared_tokens).is_open:  # then `generate` copies it for every row
+        predictions["prefix-dynamic"] = cache_bytes(
+            model.config, tokens=length, batch_size=batch_size, dtype=model.dtype
+        )
     needed, free = predictions["prefix-dynamic"], free_bytes(device)
     allowed = free if memory_budget is None else min(free, memory_budget)
     size = f"{batch_size} x {length} tokens take {needed / 1e6:.1f} MB, {free / 1e6:.0f} MB are free on {device}"

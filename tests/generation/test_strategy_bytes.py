@@ -6,7 +6,8 @@ from transformers import CompileConfig, MistralConfig
 
 import hf_prefix_cache as hpc
 from generation.oracles import generated, tokens
-from hf_prefix_cache.compat import cache_argument
+from hf_prefix_cache.compat import CACHE_ARGUMENT, cache_argument
+from hf_prefix_cache.strategy import predicted_bytes
 from tiny_models import DECODER, TINY_MODELS, build
 
 ROWS, SHARED, OWN = 3, 150, 50
@@ -47,8 +48,20 @@ def test_predicted_bytes_are_within_a_tenth_of_those_that_a_cache_in_use_holds(n
     if name == "bloom" and strategy == "prefix-static":
         pytest.skip("Bloom generates on static caches from some release on only")
     model = MODELS[name]()
-    choice = hpc.choose_strategy(model, tokens=SHARED + OWN, batch_size=ROWS, shared_tokens=shared)
-    assert held_bytes(model, strategy, ROWS, shared) == pytest.approx(choice.predictions[strategy], rel=0.1)
+    sizes = {"tokens": SHARED + OWN, "batch_size": ROWS, "dtype": torch.float32, "shared_tokens": shared}
+    predicted = predicted_bytes(model.config, device=torch.device("cpu"), **sizes)[strategy]
+    assert held_bytes(model, strategy, ROWS, shared) == pytest.approx(predicted, rel=0.1)
+    choice = hpc.choose_strategy(model, tokens=SHARED + OWN, batch_size=ROWS)
+    assert shared or choice.predictions[strategy] == predicted
+
+
+def test_few_rows_on_a_short_prefix_hold_it_each_as_generate_does(tiny_model):
+    model, prompts = tiny_model("llama"), torch.cat([tokens(1, 60).expand(3, -1), tokens(3, 4, seed=1)], dim=1)
+    choice = hpc.choose_strategy(model, tokens=72, batch_size=3, shared_tokens=60)
+    output = generated(
+        model, prompts, cache_implementation="prefix-dynamic", max_new_tokens=9, return_dict_in_generate=True
+    )
+    assert output[CACHE_ARGUMENT].nbytes == pytest.approx(choice.predicted_bytes, rel=0.1)
 
 
 def test_rows_on_one_prefix_fit_where_repeated_ones_do_not(tiny_model, monkeypatch):
