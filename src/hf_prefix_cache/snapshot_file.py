@@ -109,11 +109,11 @@ def load_snapshot(
         )
 
     def check(header: SnapshotHeader) -> None:
-        if model is not None and not unverified:
+        if model is not None:
             check_fingerprint(f"the snapshot in {path}", header.fingerprint, model, allow_base=allow_base)
 
     config = None if model is None else decoder_config(model.config)
-    _, snapshot = read_snapshot(Path(path), config=config, check=check)
+    _, snapshot = read_snapshot(Path(path), config=config, check=None if unverified else check)
     if model is None:
         return snapshot
     devices = layer_devices(model, len(snapshot.layers))
@@ -142,7 +142,7 @@ def read_snapshot(
     Args:
         path: The file.
         config: Configuration of the decoder that is to continue it; by default the one in the file.
-        check: Is given the header before anything else is read, and may raise.
+        check: Compares the header with a model before anything else is read, and may raise.
 
     Raises:
         SnapshotFileError: The file is not whole, not one of this version, or contradicts itself or ``config``.
@@ -157,7 +157,8 @@ def read_snapshot(
     try:
         fields = Fields(description, where)
         header = _header(fields)
-        saved = _config(fields)
+        # A fingerprint covers the configuration: where it was compared, there is nothing more to read.
+        saved = None if config is not None and check is not None else _config(fields)
         if config is not None and saved is not None and not same_architecture(saved, config):
             raise InputMismatchError(
                 f"{path} was saved for a {type(saved).__name__} with other settings than the model's "

@@ -26,7 +26,7 @@ __all__ = ["Part", "PreparedFile", "StoredTensors", "prepare_file", "read_header
 
 _FORMAT = "hf-prefix-cache 1"
 _UNKNOWN_CHECKSUM = "0" * 8
-_PAGE = 4096  # bytes that a disk writes together
+_PAGE = 16_384  # bytes of a sum: few pages of a disk
 _HEADER_LIMIT = 100_000_000  # as in safetensors: a header beyond that is an attack or an accident
 _DTYPES = {
     "F64": torch.float64,
