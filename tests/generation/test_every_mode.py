@@ -1,5 +1,7 @@
 """Every mode of ``generate`` with every strategy: what the uncached call gives, or an error that names the remedy."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -12,7 +14,13 @@ from hf_prefix_cache.compat import cache_argument
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import DECODER, TINY_MODELS, build
 
-STRATEGIES = ("prefix-dynamic", "prefix-static", "prefix-quantized", "prefix-offloaded")
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
+)
+STRATEGIES = (
+    *("prefix-dynamic", "prefix-static", "prefix-offloaded"),
+    pytest.param("prefix-quantized", marks=needs_bitsandbytes),
+)
 MODELS = {**TINY_MODELS, **RECURRENT_MODELS}
 # Longer than any prompt here: all tokens stay exact, so that what is compared is the mode and not the loss.
 EXACT = {"cache_config": {"residual_length": 256}}

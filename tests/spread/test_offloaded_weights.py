@@ -1,5 +1,7 @@
 """Models whose weights accelerate keeps in host memory or on disk: every strategy equals the uncached call."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,13 @@ from tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*non-writable:UserWarning")  # of accelerate, reading files
 
-STRATEGIES = ("prefix-dynamic", "prefix-static", "prefix-offloaded", "prefix-quantized", "prefix-auto")
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
+)
+STRATEGIES = (
+    *("prefix-dynamic", "prefix-static", "prefix-offloaded", "prefix-auto"),
+    pytest.param("prefix-quantized", marks=needs_bitsandbytes),
+)
 SPREAD_MODELS = [("llama", "host"), ("llama", "disk"), ("gemma3_text", "mapped"), ("qwen3_next", "mapped")]
 
 

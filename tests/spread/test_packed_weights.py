@@ -82,7 +82,7 @@ def test_scores_are_those_of_uncached_rows(model):
     contexts = tokens(2, 12, seed=3)
     contexts[1, :9] = contexts[0, :9]
     requests = [(context.tolist(), continuation) for context in contexts for continuation in ([5, 6], [7])]
-    # With 8 bits, tokens of one call look for outliers together. The self-check sees that packed rows are then off, and
+    # With 8 bits, tokens of one call look for outliers together. The self-check sees that packed rows are off, and
     # what is left is what plain rows differ by among themselves, fed alone or together, with or without a last token.
     finds_outliers = model.config.quantization_config.load_in_8bit
     with pytest.warns(UserWarning, match="row by row") if finds_outliers else nullcontext():
