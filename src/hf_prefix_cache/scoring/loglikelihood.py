@@ -54,8 +54,8 @@ def loglikelihood(
         model: A causal language model of Transformers, also inside PEFT's or `torch.compile`'s wrapper.
         requests: Pairs ``(context_ids, continuation_ids)`` of lists, arrays or tensors of token ids. Text pairs are
             encoded by `encode_pairs`.
-        max_batch_tokens: Tokens computed at once at most. By default 512 on a CPU, 2048 on an accelerator, and less
-            where little memory is free.
+        max_batch_tokens: Tokens computed at once at most. By default 512 on a CPU (1024 in half precision), 2048 on an
+            accelerator, and less where little memory is free.
         truncation: ``"error"``, or ``"left"`` to drop the first tokens of contexts that are too long, as
             lm-evaluation-harness does.
         max_length: Tokens that the model may read at once; by default what its configuration says.
