@@ -1,5 +1,6 @@
 """`hpc.check` passes on right models, and finds each of the faults that are planted here."""
 
+import importlib.util
 import inspect
 import io
 from dataclasses import replace
@@ -16,7 +17,9 @@ from hf_prefix_cache.scoring.masks import TreeLayout
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
 
-STRATEGIES = ("prefix-dynamic", "prefix-static", "prefix-quantized", "prefix-offloaded")
+STRATEGIES = ("prefix-dynamic", "prefix-static", "prefix-offloaded")
+if importlib.util.find_spec("bitsandbytes"):
+    STRATEGIES += ("prefix-quantized",)
 
 
 def outcomes(report, strategy):
