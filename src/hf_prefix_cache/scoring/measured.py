@@ -174,7 +174,8 @@ def _flex(
         return visible[query_place, key_place]
 
     def make() -> Any:
-        return create_block_mask(is_visible, None, None, *visible.shape, device=visible.device)
+        queries, keys = visible.shape
+        return create_block_mask(is_visible, None, None, queries, keys, device=visible.device)
 
     block_mask = kept_for(mask, "flex", prepared, make)
     is_grouped = query.shape[1] != key.shape[1]
