@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 import hf_prefix_cache as hpc
+from hf_prefix_cache.compat import runs_on_static_caches, takes_cache
 from hf_prefix_cache.forward import feed
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
@@ -17,6 +18,11 @@ PREFIX, SUFFIX = 150, 7
 
 def tokens(count: int, seed: int) -> torch.Tensor:
     return torch.randint(1, 99, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def is_served(model, strategy: str) -> bool:
+    """Return whether this Transformers release runs ``model`` on caches of ``strategy``."""
+    return takes_cache(model) and (strategy != "prefix-static" or runs_on_static_caches(model))
 
 
 def make_prefix(model, strategy: str, length: int = PREFIX) -> hpc.PrefixSnapshot:

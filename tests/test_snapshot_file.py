@@ -19,7 +19,7 @@ from hf_prefix_cache.exceptions import (
     SnapshotIncompleteError,
 )
 from hf_prefix_cache.snapshot_file import read_snapshot_header
-from saved_prefixes import MODELS, STRATEGIES, continuation, make_prefix
+from saved_prefixes import MODELS, STRATEGIES, continuation, is_served, make_prefix
 from tiny_models import build, gemma3_text, llama
 
 pytest.importorskip("bitsandbytes")
@@ -38,6 +38,8 @@ def same_bits(snapshot, other):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_comes_back(name, strategy, tmp_path):
     model = MODELS[name]()
+    if not is_served(model, strategy):
+        pytest.skip("refused on this Transformers release")
     snapshot = make_prefix(model, strategy, length=110)
     path = tmp_path / "prefix.safetensors"
     snapshot.save(path)
@@ -58,7 +60,7 @@ def test_another_process_goes_on_as_if_nothing_had_been_between(tmp_path):
     expected = {}
     for name, build_model in MODELS.items():
         model = build_model()
-        for strategy in STRATEGIES:
+        for strategy in (strategy for strategy in STRATEGIES if is_served(model, strategy)):
             snapshot = make_prefix(model, strategy)
             file = f"{name}+{strategy}.safetensors"
             snapshot.save(tmp_path / file)

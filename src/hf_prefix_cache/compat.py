@@ -278,7 +278,13 @@ def why_no_cache(config: PreTrainedConfig) -> str:
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:  # a class of the user's own
         return ""
-    takes_one = CACHE_ARGUMENT in inspect.signature(model_class.forward).parameters
+    parameters = inspect.signature(model_class.forward).parameters
+    takes_one = CACHE_ARGUMENT in parameters
+    if not takes_one and "cache_params" in parameters:
+        return (
+            f"{model_class.__name__} takes its cache by a name of its own on this Transformers release; install "
+            "transformers>=5.24, or use hpc.loglikelihood, which scores it row by row"
+        )
     if not takes_one or not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
         return (
             f"{model_class.__name__} keeps its state outside of Transformers' Cache on this release; use "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from .compat import LayerSpec, decoder_config, layer_specs
 from .exceptions import InputMismatchError, PrefixCacheError, SnapshotFileError, SnapshotIncompleteError
@@ -220,6 +220,8 @@ def _header(fields: Fields) -> SnapshotHeader:
 def _config(fields: Fields) -> PreTrainedConfig | None:
     table = fields.table("config")
     name = table.text("model_type")
+    from transformers import CONFIG_MAPPING  # not at import: it reads every configuration
+
     if name not in CONFIG_MAPPING:
         return None
     try:

@@ -44,7 +44,7 @@ def test_every_strategy_is_exact_on_attention(name):
 
 
 def test_a_running_state_is_exact_and_what_it_cannot_do_is_refused_by_name():
-    report = quick(RECURRENT_MODELS["mamba"]())
+    report = quick(RECURRENT_MODELS["lfm2"]())
     assert report.passed
     assert report.cell("prefix-dynamic", "fork").outcome == "exact"
     crop = report.cell("prefix-dynamic", "crop")

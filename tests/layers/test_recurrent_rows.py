@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import cache_argument
+from hf_prefix_cache.compat import cache_argument, takes_cache
 from recurrent_models import RECURRENT_MODELS
 
 
@@ -13,6 +13,8 @@ from recurrent_models import RECURRENT_MODELS
 @torch.no_grad()
 def test_fewer_rows_may_follow_a_reset(name, forget):
     model = RECURRENT_MODELS[name]()
+    if not takes_cache(model):
+        pytest.skip("Mamba's own classes name their cache otherwise before 5.24, and are refused there")
     cache = hpc.PrefixDynamicCache(config=model.config)
     model(input_ids=torch.randint(3, 99, (3, 6)), **cache_argument(cache))
     forget(cache)

@@ -64,6 +64,12 @@ class CheckReport:
             of this check came.
         cells: What was found, strategy by strategy.
         seconds: How long it took.
+
+    Example:
+        >>> sizes = dict(splits=(8,), suffixes=(1,), not_reached=(), seconds=0.1)
+        >>> names = dict(model="LlamaForCausalLM", model_type="llama", dtype="float32", device="cpu", versions=())
+        >>> CheckReport(**names, **sizes, cells=()).passed
+        True
     """
 
     model: str
