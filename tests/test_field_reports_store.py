@@ -165,3 +165,29 @@ def test_a_model_of_equal_shape_does_not_get_the_prefixes_of_another():
     assert hpc.last_report(second).reused_tokens > 0
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], generated(second))
+
+
+@pytest.mark.parametrize("strategy", ["prefix-dynamic", "prefix-static", "prefix-offloaded"])
+def test_peft_869_2191_a_prefix_under_gradient_checkpointing_is_refused_and_not_dropped(strategy):
+    model = llama()
+    expected = generated(model)
+    wrapped = hpc.PrefixCachedModel(model, strategy=strategy)
+    prefix = wrapped.prefill(PROMPT)
+    checkpoint(model, True)
+    # In evaluation it has no part.
+    torch.testing.assert_close(generated(model, cache_implementation=strategy), expected)
+    model.train()
+    with pytest.raises(hpc.UnsupportedModelError, match="checkpointing"):
+        generated(model, cache_implementation=strategy)
+    with pytest.raises(hpc.UnsupportedModelError, match="checkpointing"):
+        wrapped.prefill(PROMPT + 1)
+    with pytest.raises(hpc.UnsupportedModelError, match="checkpointing"):
+        wrapped.forward(PROMPT[:, :3], prefix=prefix)
+    checkpoint(model, False)
+    torch.testing.assert_close(generated(model, cache_implementation=strategy), expected)
+
+
+def checkpoint(model, is_on):
+    """Switch checkpointing by the name it has on this release."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{kind}_checkpointing_{'enable' if is_on else 'disable'}")()

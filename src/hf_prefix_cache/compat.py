@@ -30,6 +30,7 @@ __all__ = [
     "convolution_widths",
     "decoder_config",
     "drafts_from_tokens",
+    "drops_cache",
     "forget_rotary_state",
     "generation_mixin",
     "keeps_padding_mask",
@@ -263,6 +264,13 @@ def takes_attention_interface(model: PreTrainedModel) -> bool:
 def takes_cache(model: PreTrainedModel) -> bool:
     """Return whether ``model`` takes a cache by the name `CACHE_ARGUMENT`; Mamba's own classes do from 5.24 on."""
     return CACHE_ARGUMENT in inspect.signature(model.forward).parameters
+
+
+def drops_cache(model: PreTrainedModel) -> bool:
+    """Return whether layers would silently run without the cache: those that checkpoint activations in training."""
+    return model.training and any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
 
 
 def why_no_cache(config: PreTrainedConfig) -> str:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .caches import PrefixCache, PrefixDynamicCache
-from .compat import cache_argument, decoder_config, original_max_positions, resumes_in_one_call, takes_cache
+from .compat import (
+    cache_argument,
+    decoder_config,
+    drops_cache,
+    original_max_positions,
+    resumes_in_one_call,
+    takes_cache,
+)
 from .exceptions import UnsupportedModelError
 from .layers import KeptLayer, KeptState, PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cache_behind",
+    "check_keeps_cache",
     "chunk_columns",
     "feed",
     "feed_prefix",
@@ -40,6 +48,16 @@ def cache_behind(prefix: PrefixSnapshot, rows: int) -> PrefixCache:
     return prefix.to_cache("prefix-dynamic", rows)
 
 
+def check_keeps_cache(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` if ``model`` would run without the cache that it is given."""
+    if drops_cache(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is training with gradient (activation) checkpointing, where its layers silently "
+            "drop the cache and with it the prefix; call model.eval(), or switch checkpointing off, around calls that "
+            "reuse a prefix"
+        )
+
+
 def feed(
     model: PreTrainedModel, input_ids: torch.Tensor, cache: PrefixCache, *, chunk_size: int | None = None
 ) -> torch.Tensor:
@@ -52,8 +70,9 @@ def feed(
         chunk_size: Tokens per forward call; None feeds all at once.
 
     Raises:
-        UnsupportedModelError: The model takes its cache by another name on this release.
+        UnsupportedModelError: The model takes its cache by another name on this release, or checkpoints activations.
     """
+    check_keeps_cache(model)
     if not takes_cache(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} takes its cache by a name of its own on this Transformers release, where "

@@ -8,7 +8,7 @@ import torch
 
 from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
 from .exceptions import InputMismatchError, LossyPrefixError, SnapshotIncompleteError, UnsupportedModelError
-from .forward import cache_behind, has_running_state, takes_single_tokens
+from .forward import cache_behind, check_keeps_cache, has_running_state, takes_single_tokens
 from .layers import KeptState
 from .report import GenerationReport
 from .sharing import attending
@@ -68,8 +68,9 @@ def forward_behind(
     Raises:
         InputMismatchError: A row without any token.
         LossyPrefixError: The prefix is lossy and of another strategy.
-        SnapshotIncompleteError, UnsupportedModelError: As `forward_grouped`.
+        SnapshotIncompleteError, UnsupportedModelError: As `forward_grouped`, and for activation checkpointing.
     """
+    check_keeps_cache(model)
     forget_rotary_state(model)
     if not bool(mask.any(1).all()):
         empty = int((~mask.any(1)).nonzero()[0])

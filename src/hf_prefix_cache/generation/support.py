@@ -11,7 +11,7 @@ from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
 from ..compat import drafts_from_tokens, generation_mixin, runs_on_static_caches, takes_cache
 from ..exceptions import UnsupportedModelError
-from ..forward import has_running_state
+from ..forward import check_keeps_cache, has_running_state
 from ..layers import DYNAMIC_KINDS
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
     """Raise for models whose ``generate`` does not go through the wrapped methods, or whose prefixes cannot be stored.
 
     Raises:
-        UnsupportedModelError: An encoder-decoder model, or one with a ``generate`` or cache of its own.
+        UnsupportedModelError: An encoder-decoder model, one with a ``generate`` or cache of its own, or one that
+            drops the cache while it trains.
         UnsupportedLayerError: Layers of a kind that is not held exactly.
     """
     name = type(model).__name__
@@ -33,6 +34,7 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
             f"{name} is an encoder-decoder model, which {strategy!r} does not serve; leave cache_implementation out"
         )
     attention_layers(model.config, f"{strategy!r} in generate", DYNAMIC_KINDS)
+    check_keeps_cache(model)
     mixin = generation_mixin()
     for method in ("_prepare_cache_for_generation", "_prefill"):
         if getattr(type(model), method) is not getattr(mixin, method):
