@@ -473,6 +473,24 @@ def draw(record, path):
     figure.savefig(path, dpi=110)
 
 
+def begin(kind, arguments):
+    """Return the model and the results file of a benchmark with the arguments of these scripts."""
+    set_clock(arguments.clock)
+    model, _ = load_model(arguments.model, dtype=getattr(torch, arguments.dtype))
+    model = model.to(arguments.device).eval()
+    name = Path(arguments.model or "SmolLM2-135M-Instruct").name
+    record = Record(RESULTS / f"{kind}-{arguments.device}-{name}-{arguments.dtype}.json")
+    record.values["setting"] = {
+        "hardware": hardware(arguments.device, arguments.note),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": name,
+        "dtype": arguments.dtype,
+    }
+    print(record.values["setting"], flush=True)
+    return model, record
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
@@ -489,19 +507,7 @@ def main():
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: for one thread on a shared core")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
     arguments = parser.parse_args()
-    set_clock(arguments.clock)
-    model, _ = load_model(arguments.model, dtype=getattr(torch, arguments.dtype))
-    model = model.to(arguments.device).eval()
-    name = Path(arguments.model or "SmolLM2-135M-Instruct").name
-    record = Record(RESULTS / f"generation-{arguments.device}-{name}-{arguments.dtype}.json")
-    record.values["setting"] = {
-        "hardware": hardware(arguments.device, arguments.note),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": name,
-        "dtype": arguments.dtype,
-    }
-    print(record.values["setting"], flush=True)
+    model, record = begin("generation", arguments)
     measures = {
         "grid": measure_grid,
         "crossover": measure_crossover,

@@ -32,19 +32,11 @@ import transformers
 from transformers import QuantizedCache
 
 import hf_prefix_cache as hpc
+from hf_prefix_cache.cli.bench_memory import FORMATS
 from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.packaged_model import load_model
 
 RESULTS = Path(__file__).parent / "results"
-FORMATS = {
-    "bitsandbytes, 8 bits": {"nbits": 8},
-    "bitsandbytes, nf4": {"nbits": 4, "quant_type": "nf4"},
-    "bitsandbytes, fp4": {"nbits": 4, "quant_type": "fp4"},
-    "hqq, 8 bits": {"backend": "hqq", "nbits": 8},
-    "hqq, 4 bits": {"backend": "hqq", "nbits": 4},
-    "hqq, 3 bits": {"backend": "hqq", "nbits": 3},
-    "hqq, 2 bits": {"backend": "hqq", "nbits": 2},
-}
 EVERYTHING = ("bitsandbytes, 8 bits", "bitsandbytes, nf4", "hqq, 4 bits")  # measured with own tokens quantized, too
 THEIRS = "Transformers' QuantizedCache, hqq, 4 bits"
 CHUNK = 500  # tokens fed at a time behind the prefix

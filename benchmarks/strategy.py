@@ -10,15 +10,12 @@ usage: python benchmarks/strategy.py [--dtype float32] [--repeats 3] [--note "ot
 import argparse
 import itertools
 import statistics
-from pathlib import Path
 
 import torch
-import transformers
 
 import hf_prefix_cache as hpc
-from generation import CLOCKS, RESULTS, Record, hardware, random_tokens, set_clock, timed
+from generation import CLOCKS, begin, random_tokens, timed
 from hf_prefix_cache.compat import CACHE_ARGUMENT
-from hf_prefix_cache.packaged_model import load_model
 
 ROWS, PREFIXES, NEW_TOKENS, QUESTION = (1, 4, 16), (256, 1024), (8, 32), 16
 EXACT = ("prefix-dynamic", "prefix-static", "prefix-offloaded")
@@ -97,19 +94,7 @@ def main():
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: for one thread on a shared core")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
     arguments = parser.parse_args()
-    set_clock(arguments.clock)
-    model, _ = load_model(arguments.model, dtype=getattr(torch, arguments.dtype))
-    model = model.to(arguments.device).eval()
-    name = Path(arguments.model or "SmolLM2-135M-Instruct").name
-    record = Record(RESULTS / f"strategy-{arguments.device}-{name}-{arguments.dtype}.json")
-    record.values["setting"] = {
-        "hardware": hardware(arguments.device, arguments.note),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": name,
-        "dtype": arguments.dtype,
-    }
-    print(record.values["setting"], flush=True)
+    model, record = begin("strategy", arguments)
     for rows, prefix, new in itertools.product(ROWS, PREFIXES, NEW_TOKENS):
         key = f"{rows} rows, {prefix} tokens, {new} new"
         record.once("settings", key, lambda sizes=(rows, prefix, new): measure(model, *sizes, arguments.repeats))

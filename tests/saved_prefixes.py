@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import runs_on_static_caches, takes_cache
+from hf_prefix_cache.architectures import runs_on_static_caches
+from hf_prefix_cache.compat import takes_cache
 from hf_prefix_cache.forward import feed
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache import compat
+from hf_prefix_cache import architectures, compat
 from hf_prefix_cache.exceptions import IncompatibleTransformersError
 from tiny_models import TINY_MODELS
 
@@ -142,4 +142,4 @@ def test_the_length_at_which_rotary_scaling_changes_is_known():
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_models_whose_positions_cannot_skip_padding_are_known(config, follow):
-    assert compat.positions_follow_mask(config) == follow
+    assert architectures.positions_follow_mask(config) == follow

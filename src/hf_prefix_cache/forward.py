@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .architectures import resumes_in_one_call
 from .caches import PrefixCache, PrefixDynamicCache
-from .compat import (
-    cache_argument,
-    decoder_config,
-    drops_cache,
-    original_max_positions,
-    resumes_in_one_call,
-    takes_cache,
-)
+from .compat import cache_argument, decoder_config, drops_cache, original_max_positions, takes_cache
 from .exceptions import UnsupportedModelError
 from .layers import KeptLayer, KeptState, PrefixRecurrentLayer, RecurrentState
 from .snapshot import PrefixSnapshot
@@ -32,8 +26,8 @@ __all__ = [
     "feed_prefix",
     "has_running_state",
     "next_token_logits",
+    "takes_single_tokens",
 ]
-__all__ += ["takes_single_tokens"]
 
 # Tokens of a forward call: bounds the memory of activations, and is enough to keep the machine busy.
 _CHUNK = 2048

@@ -75,13 +75,16 @@ def _try_out(model: PreTrainedModel) -> bool:
         ).logits
         return logits.float()
 
+    devices = [model.device] if model.device.type == "cuda" else []
     try:
-        cache = PrefixDynamicCache(config=model.config)
-        run([[0, 1, 0]], cache)
-        apart, gathered = cache.fork(batch_size=2), cache.fork(batch_size=2)
-        with apart.attend_shared():
-            found = run([[1], [0]], apart)
-        expected = run([[1], [0]], gathered)
+        # What a model in training draws must not shift what sampling draws.
+        with torch.random.fork_rng(devices):
+            cache = PrefixDynamicCache(config=model.config)
+            run([[0, 1, 0]], cache)
+            apart, gathered = cache.fork(batch_size=2), cache.fork(batch_size=2)
+            with apart.attend_shared():
+                found = run([[1], [0]], apart)
+            expected = run([[1], [0]], gathered)
     except Exception:  # whatever it is: the ordinary path stays
         return False
     allowed = 0.05 * float(expected.abs().max())

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from .architectures import runs_on_static_caches, why_no_static_cache
 from .attention import sharing_gate
 from .caches import PrefixQuantizedCache
 from .caches.base import attention_layers
-from .compat import decoder_config, layer_specs, runs_on_static_caches, why_no_static_cache
+from .compat import decoder_config, layer_specs
 from .exceptions import CacheCapacityError, InputMismatchError
 from .layers import DYNAMIC_KINDS
 from .layers.quantized_kinds import QUANTIZED_KINDS

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .compat import cache_argument, forget_rotary_state, original_max_positions, positions_follow_mask
+from .architectures import positions_follow_mask
+from .compat import cache_argument, forget_rotary_state, original_max_positions
 from .exceptions import InputMismatchError, LossyPrefixError, SnapshotIncompleteError, UnsupportedModelError
 from .forward import cache_behind, check_keeps_cache, has_running_state, takes_single_tokens
 from .layers import KeptState

@@ -6,7 +6,8 @@ from cache_oracles import LENGTH, assert_exact
 from transformers import DynamicCache
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import cache_argument, resumes_in_one_call, runs_on_static_caches, takes_cache
+from hf_prefix_cache.architectures import resumes_in_one_call, runs_on_static_caches
+from hf_prefix_cache.compat import cache_argument, takes_cache
 from recurrent_models import RECURRENT_MODELS
 from tiny_models import TINY_MODELS
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import runs_on_static_caches
+from hf_prefix_cache.architectures import runs_on_static_caches
 from tiny_models import TINY_MODELS, VOCAB_SIZE, WINDOW
 
 STRATEGIES = ("prefix-dynamic", "prefix-static")

@@ -142,7 +142,17 @@ def test_layers_are_fetched_one_ahead_of_use(monkeypatch, is_apart):
     assert all(layer._fetch is None for layer in cache.layers)
 
 
-@pytest.mark.parametrize("change", ["crop", "reorder", "restore", "reset"])
+def test_what_was_fetched_before_rows_changed_places_is_not_used(is_apart):
+    model = TINY_MODELS["llama"]()
+    texts = ids(2, LENGTH)
+    cache = filled(model, texts[:, :SPLIT])
+    for layer in cache.layers:
+        layer.fetch(None)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_exact(run(model, texts.flip(0)[:, SPLIT:], cache), model(input_ids=texts.flip(0)).logits[:, SPLIT:])
+
+
+@pytest.mark.parametrize("change", ["crop", "repeat", "restore", "reset"])
 def test_what_was_fetched_for_a_forward_that_failed_is_not_used(change, is_apart):
     model = TINY_MODELS["llama"]()
     text = ids(1, LENGTH)
@@ -153,7 +163,7 @@ def test_what_was_fetched_for_a_forward_that_failed_is_not_used(change, is_apart
     if change == "crop":
         cache.crop(-3)
         assert_exact(run(model, text[:, SPLIT - 3 :], cache), model(input_ids=text).logits[:, SPLIT - 3 :])
-    elif change == "reorder":
+    elif change == "repeat":
         cache.batch_repeat_interleave(2)
         expected = model(input_ids=text).logits[:, SPLIT:].expand(2, -1, -1)
         assert_exact(run(model, text[:, SPLIT:].expand(2, -1), cache), expected)

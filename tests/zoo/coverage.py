@@ -7,7 +7,8 @@ from typing import Any
 import transformers
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import layer_specs, why_no_cache
+from hf_prefix_cache.architectures import why_no_cache
+from hf_prefix_cache.compat import layer_specs
 
 from .build import CannotBuildError, build_architecture
 from .markdown import STRATEGIES

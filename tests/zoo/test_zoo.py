@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.compat import why_no_cache
+from hf_prefix_cache.architectures import why_no_cache
 
 from .build import ARCHITECTURES, build_architecture
 from .coverage import measure, release

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword, why_no_cache
+from ..architectures import why_no_cache
+from ..compat import LayerSpec, decoder_config, layer_specs, refuse_cache_keyword
 from ..exceptions import (
     BatchSizeError,
     FingerprintMismatchError,

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..compat import positions_follow_mask
+from ..architectures import positions_follow_mask
 from ..exceptions import InputMismatchError, UnsupportedModelError
 from ..layers import PrefixRecurrentLayer
 from ..validation import check_mask, check_token_ids

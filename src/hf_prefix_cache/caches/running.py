@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from ..compat import CACHE_ARGUMENT, resumes_in_one_call
+from ..architectures import resumes_in_one_call
+from ..compat import CACHE_ARGUMENT
 from ..exceptions import UnsupportedModelError
 from .padding import PaddingAwareCache
 

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
+from ..architectures import why_no_static_cache
 from ..attention import install
-from ..compat import decoder_config, why_no_static_cache
+from ..compat import decoder_config
 from ..exceptions import BatchSizeError, CacheCapacityError, UnsupportedModelError
 from ..layers import STATIC_KINDS, AttentionState, PrefixStaticLayer
 from ..snapshot import PrefixSnapshot, register_cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..compat import positions_follow_mask
+from ..architectures import positions_follow_mask
 from ..report import last_report
 from ..scoring.model_access import input_device
 from ..store import PrefixStore, set_store, store_for

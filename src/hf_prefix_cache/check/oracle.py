@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..architectures import resumes_in_one_call, runs_on_static_caches
 from ..caches import PrefixCache
-from ..compat import (
-    CACHE_ARGUMENT,
-    cache_argument,
-    decoder_config,
-    forget_rotary_state,
-    layer_specs,
-    resumes_in_one_call,
-    runs_on_static_caches,
-)
+from ..compat import CACHE_ARGUMENT, cache_argument, decoder_config, forget_rotary_state, layer_specs
 from ..forward import takes_single_tokens
 from ..scoring.model_access import forward_accepts, input_device
 from ..tolerance import TOLERANCES, differences, typical_difference

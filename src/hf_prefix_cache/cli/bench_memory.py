@@ -17,7 +17,16 @@ from ..exceptions import MissingPackageError
 from ..snapshot import PrefixSnapshot
 from ._console import CommandError
 
-__all__ = ["ExactPrefix", "MemoryBench", "QuantizedPrefix", "draw", "read_ids", "run_memory_bench", "step_count"]
+__all__ = [
+    "FORMATS",
+    "ExactPrefix",
+    "MemoryBench",
+    "QuantizedPrefix",
+    "draw",
+    "read_ids",
+    "run_memory_bench",
+    "step_count",
+]
 
 FORMATS: dict[str, dict[str, Any]] = {
     "bitsandbytes, 8 bits": {"nbits": 8},

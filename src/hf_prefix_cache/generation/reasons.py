@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import CACHE_ARGUMENT, original_max_positions, positions_follow_mask, positions_from_padding_id
+from ..architectures import positions_follow_mask, positions_from_padding_id
+from ..compat import CACHE_ARGUMENT, original_max_positions
 from ..snapshot import PrefixSnapshot
 from .batch import PromptBatch, positions_of
 

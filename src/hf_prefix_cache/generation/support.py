@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
+from ..architectures import runs_on_static_caches
 from ..caches import PrefixCache, PrefixStaticCache
 from ..caches.base import attention_layers
-from ..compat import drafts_from_tokens, generation_mixin, runs_on_static_caches, takes_cache
+from ..compat import drafts_from_tokens, generation_mixin, takes_cache
 from ..exceptions import UnsupportedModelError
 from ..forward import check_keeps_cache, has_running_state
 from ..layers import DYNAMIC_KINDS

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..exceptions import UnsupportedModelError
+
 __all__ = ["NothingState", "PrefixNothingLayer"]
 
 
@@ -74,10 +76,13 @@ class PrefixNothingLayer:
         """Accept nothing but nothing: such layers are never given keys.
 
         Raises:
-            NotImplementedError: Keys or values.
+            UnsupportedModelError: Keys or values.
         """
         if key_states is not None or value_states is not None:
-            raise NotImplementedError("a layer that reads another layer's keys was given keys of its own")
+            raise UnsupportedModelError(
+                "a layer that its configuration says reads another layer's keys, or none, was given keys of its own, "
+                "which would be lost; use Transformers' own cache, and please report the model"
+            )
         return None, None
 
     def get_max_length(self) -> int:

@@ -2,14 +2,9 @@
 
 from typing import Any, NamedTuple
 
+from ..architectures import resumes_in_one_call
 from ..caches import PrefixDynamicCache
-from ..compat import (
-    CACHE_ARGUMENT,
-    attention_implementation,
-    decoder_config,
-    layer_specs,
-    resumes_in_one_call,
-)
+from ..compat import CACHE_ARGUMENT, attention_implementation, decoder_config, layer_specs
 from ..exceptions import UnsupportedLayerError, UnsupportedModelError
 from .masks import MASKED_IMPLEMENTATIONS
 from .model_access import forward_accepts, uses_virtual_tokens
