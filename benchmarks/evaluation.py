@@ -27,7 +27,7 @@ BATCH_SIZES = (1, 4, 8)
 
 
 def labelled_rows(tokenizer, arguments):
-    """Return the right answers of a request file as labelled rows, without labels on the context."""
+    """Return the answers of a request file as labelled rows, without labels on the context."""
     requests = take(read_requests(arguments.data, FILES[2]), arguments.documents)
     pairs = encode_pairs(tokenizer, [(context, answer) for _, context, answer, _ in requests])
     return [
