@@ -109,7 +109,7 @@ class CheckReport:
         return {**asdict(self), "versions": dict(self.versions), "passed": self.passed}
 
     def __rich__(self) -> Table:
-        """Return the table: a line for each strategy, a column for each operation."""
+        """Return the table: a line for each operation, a column for each strategy."""
         from rich.table import Table
 
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
@@ -119,13 +119,15 @@ class CheckReport:
             title_justify="left",
         )
         operations = list(dict.fromkeys(cell.operation for cell in self.cells))
-        table.add_column("strategy")
-        for operation in operations:
-            table.add_column(operation, justify="right")
+        strategies = list(dict.fromkeys(cell.strategy for cell in self.cells))
+        table.add_column("")
+        for strategy in strategies:
+            # In two lines, so that the table fits into a terminal.
+            table.add_column(strategy.replace("prefix-", "prefix-\n").replace(" ", "\n"), justify="right")
         found = {(cell.strategy, cell.operation): cell for cell in self.cells}
-        for strategy in dict.fromkeys(cell.strategy for cell in self.cells):
-            shown = (found.get((strategy, operation)) for operation in operations)
-            table.add_row(strategy, *("" if cell is None else _shown(cell) for cell in shown))
+        for operation in operations:
+            shown = (found.get((strategy, operation)) for strategy in strategies)
+            table.add_row(operation, *("" if cell is None else _shown(cell) for cell in shown))
         return table
 
     def _caption(self) -> str:
@@ -134,6 +136,8 @@ class CheckReport:
             f"{', '.join(map(str, self.splits))} tokens, then {', '.join(map(str, self.suffixes))}; "
             f"{self.seconds:.0f} s."
         ]
+        if any(cell.error and cell.outcome == "exact" for cell in self.cells):
+            lines.append("*: where it is not refused.")
         if self.not_reached:
             lines.append(f"Not reached: {', '.join(map(str, self.not_reached))} tokens; pass a larger max_tokens.")
         return " ".join(lines)
