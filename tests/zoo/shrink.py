@@ -50,8 +50,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_ssm",), 64),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_dt_rank", "time_step_rank"), 1),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "conv_chunk_size"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     "expand": 2,
     # Vision and audio towers, which no test of this package runs.
     **dict.fromkeys(("image_size", "max_image_size"), 32),
