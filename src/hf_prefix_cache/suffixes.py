@@ -14,6 +14,7 @@ from .layers import KeptState
 from .report import GenerationReport
 from .sharing import attending
 from .snapshot import PrefixSnapshot
+from .trial import try_own_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +70,8 @@ def forward_behind(
     Raises:
         InputMismatchError: A row without any token.
         LossyPrefixError: The prefix is lossy and of another strategy.
-        SnapshotIncompleteError, UnsupportedModelError: As `forward_grouped`, and for activation checkpointing.
+        SnapshotIncompleteError, UnsupportedModelError: As `forward_grouped`, for activation checkpointing, and where
+            a class of the user's own is wrong behind a prefix.
     """
     check_keeps_cache(model)
     forget_rotary_state(model)
@@ -81,7 +83,10 @@ def forward_behind(
             f"prefix is lossy, filled by {prefix.strategy!r}, and strategy is {strategy!r}; make the wrapper with "
             f"strategy={prefix.strategy!r}, or pass an exact prefix"
         )
-    (rows, new), strategy = input_ids.shape, strategy if strategy != "prefix-auto" else "prefix-dynamic"
+    if strategy == "prefix-auto":
+        try_own_class(model)
+        strategy = "prefix-dynamic"
+    rows, new = input_ids.shape
     own_options: dict[str, Any] = {}
     if strategy == "prefix-static":
         own_options = {"max_cache_len": prefix.seq_length + new}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import hf_prefix_cache as hpc
-from hf_prefix_cache.check.oracle import Oracle, continued
+from hf_prefix_cache.oracle import Oracle, continued
 
 __all__ = ["RandomSequence"]
 

@@ -10,8 +10,8 @@ import torch
 from ..caches import PrefixCache, PrefixDynamicCache, PrefixQuantizedCache, PrefixStaticCache
 from ..caches.offloaded import PrefixOffloadedCache
 from ..exceptions import PrefixCacheError
+from ..oracle import Ids, Oracle, continued
 from ..snapshot import PrefixSnapshot
-from .oracle import Ids, Oracle, continued
 from .texts import QUANTIZED_OPTIONS, Texts
 
 __all__ = ["Case", "Findings"]

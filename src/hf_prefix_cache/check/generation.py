@@ -8,11 +8,11 @@ import torch
 from transformers import GenerationConfig
 
 from ..architectures import positions_follow_mask
+from ..oracle import Ids
 from ..report import last_report
 from ..scoring.model_access import input_device
 from ..store import PrefixStore, set_store, store_for
 from .case import Case, Findings
-from .oracle import Ids
 from .texts import QUANTIZED_OPTIONS, special_tokens
 
 __all__ = ["check_generate"]

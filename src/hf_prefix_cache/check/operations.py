@@ -10,11 +10,11 @@ from ..caches import PrefixCache
 from ..compat import cache_argument
 from ..exceptions import NotCroppableError
 from ..model import PrefixCachedModel
+from ..oracle import Ids, continued
 from ..scoring.model_access import input_device
 from ..snapshot import PrefixSnapshot
 from .case import Case, Findings
 from .generation import check_generate
-from .oracle import Ids, continued
 
 __all__ = ["OPERATIONS"]
 

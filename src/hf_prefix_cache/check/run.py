@@ -13,11 +13,11 @@ import transformers
 
 from ..compat import decoder_config
 from ..exceptions import PrefixCacheError
+from ..oracle import Oracle
 from ..scoring.model_access import evaluation_mode, input_device
 from ..validation import STRATEGIES, check_strategy
 from .case import Case, Findings
 from .operations import OPERATIONS
-from .oracle import Oracle
 from .report import CheckCell, CheckReport
 from .scoring import check_scoring
 from .texts import Texts, plan_texts

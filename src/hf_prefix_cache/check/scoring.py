@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ..oracle import Ids, Oracle
 from ..scoring import last_scoring_report, loglikelihood
 from .case import Findings
-from .oracle import Ids, Oracle
 from .texts import Texts
 
 __all__ = ["check_scoring"]

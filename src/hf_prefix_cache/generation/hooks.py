@@ -20,6 +20,7 @@ from ..forward import chunk_columns, takes_single_tokens
 from ..report import GenerationReport, record_report
 from ..sharing import feeds_apart
 from ..strategy import choose_strategy
+from ..trial import try_own_class
 from ..validation import STRATEGIES
 from ..weights import input_device
 from .call import Call, CallOptions, current_call, running_call
@@ -115,6 +116,7 @@ def _make_cache(
     call.options = CallOptions.parse(generation_config.cache_config, strategy)
     check_model(model, strategy)
     if strategy == "prefix-auto":
+        try_own_class(model)
         compiles = will_compile(model, generation_config)
         strategy = choose_strategy(model, tokens=max_cache_length, batch_size=rows, compiles=compiles).strategy
     if strategy != "prefix-static":

@@ -1,4 +1,7 @@
-"""The first-use self-check: a small sample by the fast route and by plain rows, before the fast route is trusted."""
+"""The first-use self-check: a small sample by the fast route and by plain rows, before the fast route is trusted.
+
+Both are judged as `check` judges: by the same oracle, on both sides of the same thresholds.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -9,7 +12,8 @@ import torch
 
 from ..compat import attention_implementation, decoder_config, layer_specs
 from ..fingerprint import fingerprint_of
-from ..tolerance import TOLERANCES, differences, typical_difference
+from ..oracle import Ids, Oracle
+from ..tolerance import TOLERANCES, differences, judged_dtype
 from .chunk_size import BatchLimits
 from .model_access import innermost_model, input_device
 from .probes import Probes
@@ -26,6 +30,7 @@ _THRESHOLDS = (
     "sliding_window",
     "attention_chunk_size",
     "index_topk",
+    "indexer_budget",
     "floor_scale",
     "original_max_position_embeddings",
 )
@@ -46,6 +51,8 @@ def length_thresholds(model: Any) -> tuple[int, ...]:
     parts = [settings, rotary, *(part for part in rotary.values() if isinstance(part, dict))]
     found = {part.get(name) for part in parts for name in _THRESHOLDS}
     found |= {spec.window for spec in layer_specs(model.config)}
+    found |= set((settings.get("compress_rates") or {}).values())  # tokens that become one, by kind of layer
+    found.add((settings.get("index_block_size") or 0) * (settings.get("index_topk_blocks") or 0))
     return tuple(sorted(int(value) for value in found if isinstance(value, (int, float)) and value > 1))
 
 
@@ -83,10 +90,7 @@ def check_route(model: Any, requests: TokenRequests, score: Scorer) -> SelfCheck
 
 
 def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], longest: int, score: Scorer) -> SelfCheck:
-    dtype = innermost_model(model).dtype
-    if dtype not in TOLERANCES or torch.is_autocast_enabled(input_device(model).type):
-        dtype = torch.bfloat16
-    tolerance = TOLERANCES[dtype]
+    oracle, tolerance = Oracle(model), TOLERANCES[judged_dtype(model)]
     lengths, largest = [], 0.0
     for length in (min(_SHORT, longest), *(min(threshold + _BRANCH, longest) for threshold in reached)):
         sample = _sample(requests, length)
@@ -101,18 +105,29 @@ def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], long
             on_tokens=lambda _: None,
         )
         lengths.append(length)
+        right = torch.from_numpy(expected.logprobs)
         try:
             # Chunks far smaller than the sample, so that paths are carried from one to the next.
             score(sample, rows, found, max(_SHORT // 2, length // 4))
+            apart = differences(right, torch.from_numpy(found.logprobs))
+            deviation, tolerance = oracle.judge_rows(apart, _split_rows(sample), largest=float(right.abs().max()))
         except Exception as error:
             return SelfCheck("failed", tuple(lengths), None, tolerance, f"{type(error).__name__}: {error}")
-        apart = differences(torch.from_numpy(expected.logprobs), torch.from_numpy(found.logprobs))
         largest = max(largest, float(apart.max()))
-        deviation = typical_difference(apart, dtype)
         if deviation > tolerance:
             reason = f"log-probabilities of rows of {length} tokens differ by {deviation:.2g}"
             return SelfCheck("failed", tuple(lengths), largest, tolerance, reason)
     return SelfCheck("passed", tuple(lengths), largest, tolerance)
+
+
+def _split_rows(requests: TokenRequests) -> list[tuple[Ids, Ids]]:
+    """Return each request as what comes before the first place that is scored, and what is fed from there on."""
+    rows = []
+    for begin, end, context in zip(requests.starts, requests.starts[1:], requests.context_lengths, strict=False):
+        fed = tuple(requests.tokens[begin : end - 1].tolist())
+        if len(fed) >= context:
+            rows.append((fed[: context - 1], fed[context - 1 :]))
+    return rows
 
 
 def _sample(requests: TokenRequests, length: int) -> TokenRequests:

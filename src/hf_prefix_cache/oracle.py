@@ -1,20 +1,25 @@
-"""What is right: the uncached model, row by row. And what plain Transformers makes of a cached prefix."""
+"""What is right: the uncached model, row by row. And what plain Transformers makes of a cached prefix.
+
+`check`, the scorer's self-check and the trial of ``prefix-auto`` judge by it.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from ..architectures import resumes_in_one_call, runs_on_static_caches
-from ..caches import PrefixCache
-from ..compat import CACHE_ARGUMENT, cache_argument, decoder_config, forget_rotary_state, layer_specs
-from ..forward import takes_single_tokens
-from ..scoring.model_access import forward_accepts, input_device
-from ..tolerance import TOLERANCES, differences, typical_difference
+from .architectures import resumes_in_one_call, runs_on_static_caches
+from .caches import PrefixCache
+from .compat import CACHE_ARGUMENT, cache_argument, decoder_config, forget_rotary_state, layer_specs
+from .forward import takes_single_tokens
+from .tolerance import TOLERANCES, differences, judged_dtype, typical_difference
+from .weights import input_device
 
-__all__ = ["Oracle", "continued"]
+__all__ = ["Ids", "Oracle", "continued"]
 
 Ids = tuple[int, ...]
 _ROUNDING = 3e-5  # of the largest logit: what plain Transformers may be off by to count as rounding
@@ -43,12 +48,25 @@ class Oracle:
 
     def judge(self, found: torch.Tensor, expected: torch.Tensor, prefix: Ids, suffix: Ids) -> tuple[float, float]:
         """Return how far ``found`` is from ``expected``, ``[tokens, vocab]``, and how far rounding may take it."""
-        dtype = self.model.dtype if self.model.dtype in TOLERANCES else torch.bfloat16
-        deviation = typical_difference(differences(expected, found.float().cpu()), dtype)
-        tolerance = TOLERANCES[dtype]
+        apart = differences(expected, found.float().cpu())
+        return self.judge_rows(apart, [(prefix, suffix)], largest=float(expected.abs().max()))
+
+    def judge_rows(
+        self, apart: torch.Tensor, rows: Iterable[tuple[Ids, Ids]], *, largest: float
+    ) -> tuple[float, float]:
+        """Return the one of the differences ``apart`` that counts, and how far rounding may take it.
+
+        Args:
+            apart: Absolute differences of logits or log-probabilities, of any shape.
+            rows: The prefixes and suffixes that they were found at. Plain Transformers runs them where the usual
+                tolerance does not do.
+            largest: The largest of the right values.
+        """
+        dtype = judged_dtype(self.model)
+        deviation, tolerance = typical_difference(apart, dtype), TOLERANCES[dtype]
         if tolerance < deviation < torch.inf:
-            plain = self._plain_deviation(prefix, suffix)
-            if plain <= max(_LEAST_ROUNDING, _ROUNDING * float(expected.abs().max())) or dtype.itemsize < 4:
+            plain = max(self._plain_deviation(prefix, suffix) for prefix, suffix in rows)
+            if plain <= max(_LEAST_ROUNDING, _ROUNDING * largest) or dtype.itemsize < 4:
                 tolerance = max(tolerance, 2 * plain)
         return deviation, tolerance
 
@@ -64,11 +82,11 @@ class Oracle:
             logits = [
                 self.model(input_ids=part, use_cache=True, return_dict=True, **cache_argument(cache)).logits
                 for part in (ids[:, : len(prefix)], *steps)
+                if part.shape[1]
             ]
             found = torch.cat(logits, dim=1)[0, -len(suffix) :].float().cpu()
-            self._plain[prefix, suffix] = typical_difference(
-                differences(self.after(prefix, suffix), found), self.model.dtype
-            )
+            apart = differences(self.after(prefix, suffix), found)
+            self._plain[prefix, suffix] = typical_difference(apart, judged_dtype(self.model))
         return self._plain[prefix, suffix]
 
 
@@ -96,4 +114,5 @@ def continued(model: Any, cache: PrefixCache, rows: list[Ids], *, last_only: boo
 
 
 def _last_only(model: Any, tokens: int) -> dict[str, Any]:
-    return {"logits_to_keep": tokens} if forward_accepts(model, "logits_to_keep") else {}
+    accepted = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": tokens} if "logits_to_keep" in accepted else {}
