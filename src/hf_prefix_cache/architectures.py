@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import PreTrainedConfig
 
-from .compat import CACHE_ARGUMENT, decoder_config
+from .compat import CACHE_ARGUMENT, decoder_config, keeps_index_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +59,9 @@ _WRONG_ON_BUFFERS = {
     "moshi": "its generate makes masks with a window there, and its forward has none",
 }
 
+# Models whose index needs the positions of all tokens, which they put on the cache itself in some releases.
+_INDEXES_POSITIONS = frozenset({"qwen4_exp", "qwen4_exp_text"})
+
 # Models that limit time steps in the scan of a whole text, and not in the step of a single token.
 _STEPS_WITHOUT_LIMIT = frozenset({"nemotron_h", "zamba2"})
 
@@ -95,6 +98,11 @@ def why_no_cache(config: PreTrainedConfig) -> str:
             f"time_step_min is {config.time_step_min}, and its decoding step leaves that limit out, in plain "
             "Transformers too, so that single tokens behind a prefix differ from the uncached model; use Transformers "
             "as it is, or hpc.loglikelihood, which scores it row by row"
+        )
+    if config.model_type in _INDEXES_POSITIONS and not keeps_index_positions():
+        return (
+            "it keeps positions beside its layers on this Transformers release, where forks and crops do not reach "
+            "them; install transformers>=5.21, or use hpc.loglikelihood, which scores it row by row"
         )
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:  # a class of the user's own

@@ -33,6 +33,7 @@ __all__ = [
     "drops_cache",
     "forget_rotary_state",
     "generation_mixin",
+    "keeps_index_positions",
     "keeps_padding_mask",
     "layer_class",
     "layer_specs",
@@ -97,6 +98,8 @@ def _lookup(module_name: str, name: str) -> Any:
 _get_layer_types_and_kwargs = _lookup("transformers.cache_utils", "get_layer_types_and_kwargs")
 for _name in ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"):
     _lookup("transformers.cache_utils", _name)
+_DynamicIndexedLayer = _lookup("transformers.cache_utils", "DynamicIndexedLayer")
+_lookup("transformers.cache_utils", "StaticIndexedLayer")
 for _name, _parameters in DECODER_HOOKS.items():
     _found = inspect.signature(_lookup(_GENERATION, f"GenerationMixin.{_name}")).parameters
     for _parameter in _parameters:
@@ -183,6 +186,11 @@ def output_cache(outputs: Any) -> Any:
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Return the name of the attention implementation that ``config`` selects."""
     return str(config._attn_implementation)
+
+
+def keeps_index_positions() -> bool:
+    """Return whether layers with an index hold its positions; before 5.21, models put them on the cache itself."""
+    return hasattr(_DynamicIndexedLayer(), "indexer_position_ids")
 
 
 def keeps_padding_mask(config: PreTrainedConfig) -> bool:

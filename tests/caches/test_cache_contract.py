@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.exceptions import UnsupportedLayerError, UnsupportedModelError
+from hf_prefix_cache.layers import DYNAMIC_KINDS
 from tiny_models import TINY_MODELS
 
 
@@ -185,9 +186,15 @@ def test_models_with_an_encoder_are_refused_by_name(config):
         hpc.PrefixDynamicCache(config=config)
 
 
-def test_layers_of_another_kind_are_refused_by_name():
-    with pytest.raises(UnsupportedLayerError, match="PrefixStaticCache"):
-        hpc.PrefixStaticCache(config=AutoConfig.for_model("glm_moe_dsa"), max_cache_len=8)
+def test_layers_of_another_kind_are_refused_by_name(monkeypatch):
+    config = AutoConfig.for_model("deepseek_v4")
+    with pytest.raises(
+        UnsupportedLayerError, match=r"PrefixStaticCache .* use prefix-dynamic or prefix-offloaded for"
+    ):
+        hpc.PrefixStaticCache(config=config, max_cache_len=8)
+    monkeypatch.delitem(DYNAMIC_KINDS, "heavily_compressed_attention")
+    with pytest.raises(UnsupportedLayerError, match=r"PrefixDynamicCache .* use Transformers' own cache for"):
+        hpc.PrefixDynamicCache(config=config)
 
 
 def test_two_prefixes_run_through_one_compiled_decode_step():

@@ -21,7 +21,7 @@ from ..exceptions import (
     UnsupportedModelError,
 )
 from ..fingerprint import fingerprint_of, same_architecture
-from ..layers import LayerState, NothingState
+from ..layers import DYNAMIC_KINDS, LayerState, NothingState
 from ..layers.portable import portable
 from ..snapshot import PrefixSnapshot
 from ..storage import storage_bytes
@@ -58,9 +58,11 @@ def attention_layers(config: PreTrainedConfig, cache_name: str, kinds: Container
     specs = layer_specs(config)
     for index, spec in enumerate(specs):
         if spec.kind not in kinds:
+            grows = all(other.kind in DYNAMIC_KINDS for other in specs)
+            remedy = "prefix-dynamic or prefix-offloaded" if grows else "Transformers' own cache"
             raise UnsupportedLayerError(
                 f"layer {index} of {type(config).__name__} is of the kind {spec.kind!r}, which {cache_name} does not "
-                f"hold exactly; use prefix-dynamic if it does, or Transformers' own cache, for this model"
+                f"hold exactly; use {remedy} for this model"
             )
     return specs
 

@@ -58,7 +58,8 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
 
 def check_assisted(model: PreTrainedModel, cache: PrefixCache) -> None:
     """Raise `UnsupportedModelError` where rejected drafts could not be taken back from ``cache``."""
-    if isinstance(cache, PrefixStaticCache) and not all(layer.is_sliceable for layer in cache.layers):
+    takes_back = (layer.is_sliceable or (layer.is_croppable and layer.window is None) for layer in cache.layers)
+    if isinstance(cache, PrefixStaticCache) and not all(takes_back):
         what = "running states" if has_running_state(cache) else "windows"
         raise UnsupportedModelError(
             f"{type(model).__name__} has {what}, from which a static cache cannot take rejected drafts back; use "

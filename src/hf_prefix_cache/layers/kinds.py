@@ -16,6 +16,7 @@ from .kept import KeptKind, kept_layer
 from .nothing import PrefixNothingLayer
 from .recurrent import PrefixRecurrentLayer
 from .static import PrefixStaticLayer
+from .static_indexed import INDEXED, PrefixStaticIndexedLayer
 from .static_window import PrefixStaticSlidingWindowLayer
 
 __all__ = ["DYNAMIC_KINDS", "STATIC_KINDS", "forget_layer_kind", "register_layer_kind"]
@@ -46,6 +47,7 @@ STATIC_KINDS: dict[str, Callable[[LayerSpec, int], Any]] = {
     "hybrid": lambda spec, length: PrefixStaticHybridLayer(length, spec.states),
     "hybrid_sliding": lambda spec, length: PrefixStaticHybridSlidingWindowLayer(length, _window(spec), spec.states),
     "dummy": lambda spec, length: PrefixNothingLayer(),
+    "indexed_attention": lambda spec, length: PrefixStaticIndexedLayer(length),
 }
 """Makes a layer of fixed size; the second argument is ``max_cache_len``."""
 
@@ -120,12 +122,7 @@ def _kept(spec: LayerSpec, keep: KeptKind) -> Any:
     return kept_layer(found, keep, spec.options)
 
 
-_INDEXED = KeptKind(
-    batch_dims={"indexer_position_ids": 1},
-    token_dims={"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1},
-    writes_in_place=False,
-)
-DYNAMIC_KINDS["indexed_attention"] = lambda spec: _kept(spec, _INDEXED)
+DYNAMIC_KINDS["indexed_attention"] = lambda spec: _kept(spec, INDEXED)
 # Kinds that Transformers' own modeling files register; each grows by concatenation.
 register_layer_kind("minimax_m3_sparse", token_dims={"keys": -2, "values": -2, "idx_keys": -2}, writes_in_place=False)
 register_layer_kind("compressed_sparse_attention", writes_in_place=False)
