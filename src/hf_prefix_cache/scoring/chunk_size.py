@@ -7,9 +7,9 @@ from .model_access import free_bytes, innermost_model, input_device
 
 __all__ = ["BatchLimits", "default_limits"]
 
-# On a CPU 256 to 1024 tokens are about equally fast in float32; half precision multiplies faster and gains by twice as
-# many. An accelerator needs more tokens to be busy.
-_CPU_TOKENS, _ACCELERATOR_TOKENS = 512, 2048
+# On a CPU 256 to 1024 tokens are about equally fast in float32. Half precision multiplies faster, but weights are packed
+# for it at each call, which takes as long as some 200 tokens. An accelerator needs more tokens to be busy.
+_CPU_TOKENS, _CPU_HALF_TOKENS, _ACCELERATOR_TOKENS = 512, 2048, 2048
 _CPU_ENOUGH, _ACCELERATOR_ENOUGH = 128, 1024
 _SHARE = 0.1  # of the free memory, for the activations of one chunk and for its logits each
 _CPU_LOGITS, _ACCELERATOR_LOGITS = 2**28, 2**30  # bytes of logits at once at most
@@ -46,7 +46,7 @@ def _batch_tokens(model: Any) -> int:
     per_token = 8 * itemsize * (widest + 4 * decoder.hidden_size)
     most = _ACCELERATOR_TOKENS
     if device.type == "cpu":
-        most = 2 * _CPU_TOKENS if itemsize < 4 else _CPU_TOKENS
+        most = _CPU_HALF_TOKENS if itemsize < 4 else _CPU_TOKENS
     return max(16, min(most, int(_SHARE * free_bytes(device)) // per_token))
 
 
