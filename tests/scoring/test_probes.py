@@ -28,4 +28,5 @@ def test_slices_read_what_the_whole_log_softmax_has_and_the_first_of_equals_is_g
     torch.testing.assert_close(logprobs, whole.gather(1, targets[:, None])[:, 0], atol=0, rtol=0)
     assert torch.equal(is_greedy, whole.argmax(-1) == targets)
     tied = (whole == whole.amax(-1, keepdim=True)).sum(-1) > 1
-    assert is_greedy[tied].any() and not is_greedy[tied].all()
+    assert is_greedy[tied].any()
+    assert not is_greedy[tied].all()
