@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["attend", "merge"]
+__all__ = ["attend", "merge", "merge_last"]
 
 
 def attend(
@@ -45,6 +45,11 @@ def merge(
     Each part is an output ``[..., value_dim]`` and its log-sum-exp ``[...]``. The method is that of Hydragen
     (Juravsky et al., 2024) and of FlashInfer's cascade attention.
     """
+    return merge_last(first, second), torch.logaddexp(first[1], second[1])
+
+
+def merge_last(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the output alone of what `merge` merges, where nothing is merged with it any more."""
     (left, left_sum), (right, right_sum) = first, second
     weight = torch.sigmoid(right_sum - left_sum)[..., None].to(left.dtype)
-    return left + (right - left) * weight, torch.logaddexp(left_sum, right_sum)
+    return torch.lerp(left, right, weight)

@@ -3,7 +3,7 @@
 import torch
 
 from ..layers.state import KeyValues
-from .kernels import attend, merge
+from .kernels import attend, merge, merge_last
 
 __all__ = ["reference_attention", "shared_prefix_attention"]
 
@@ -37,17 +37,20 @@ def shared_prefix_attention(
     by_row = query.reshape(rows, key_heads, group * queries, head_dim)
     if mask is not None:
         mask = mask.repeat(1, 1, group, 1)
-    merged = attend(by_row, own.keys, own.values, mask, scale)
+    parts = [attend(by_row, own.keys, own.values, mask, scale)]
     for segment in shared:
         if segment.rows == rows:
-            merged = merge(merged, attend(by_row, segment.keys, segment.values, None, scale))
+            parts.append(attend(by_row, segment.keys, segment.values, None, scale))
             continue
         folded = by_row.transpose(0, 1).reshape(1, key_heads, rows * group * queries, head_dim)
         output, log_sum = attend(folded, segment.keys, segment.values, None, scale)
         output = output.reshape(key_heads, rows, group * queries, -1).transpose(0, 1)
-        log_sum = log_sum.reshape(key_heads, rows, group * queries).transpose(0, 1)
-        merged = merge(merged, (output, log_sum))
-    return merged[0].reshape(rows, heads, queries, -1)
+        parts.append((output, log_sum.reshape(key_heads, rows, group * queries).transpose(0, 1)))
+    first, *middle, last = parts if len(parts) > 1 else (parts[0], None)
+    for part in middle:
+        first = merge(first, part)
+    merged = first[0] if last is None else merge_last(first, last)
+    return merged.reshape(rows, heads, queries, -1)
 
 
 def reference_attention(

@@ -67,15 +67,20 @@ class PrefixDynamicLayer(DynamicLayer):
         Raises:
             BatchSizeError: The rows differ from those held.
         """
-        self._check_continued_by(key_states, value_states)
-        self._append(key_states, value_states)
+        own = self._own
+        if own is None or not own.continues(key_states, value_states):
+            self._check_continued_by(key_states, value_states)
+            own = self._append(key_states, value_states)
+        else:
+            own.append(key_states, value_states)
         self._length += key_states.shape[-2]
-        if self.defers and self._shared and self._own is not None and not torch.is_grad_enabled():
-            own = self._own.view()
+        if not self._shared:
+            return own.view()
+        if self.defers and not torch.is_grad_enabled():
+            held = own.view()
             self.deferred = SharedPart(self._shared)
-            return attach(own.keys, self.deferred), own.values
-        gathered = self._gather()
-        return gathered.keys, gathered.values
+            return attach(held.keys, self.deferred), held.values
+        return self._gather()
 
     def check_rows(self, rows: int) -> None:
         """Raise `BatchSizeError` unless a batch of ``rows`` continues what is held."""
@@ -213,11 +218,12 @@ class PrefixDynamicLayer(DynamicLayer):
             self._own = GrowingKeyValues(*self._gather())
             self._shared = ()
 
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> GrowingKeyValues:
         if self._own is None:
             self._own = GrowingKeyValues(key_states[..., :0, :], value_states[..., :0, :])
         self._own.append(key_states, value_states)
         self._rows = key_states.shape[0]
+        return self._own
 
     def _gather(self, tokens: int | None = None) -> KeyValues:
         """Return the last ``tokens`` retained tokens (all by default) of every row as one pair of tensors."""

@@ -10,6 +10,9 @@ __all__ = ["GrowingKeyValues"]
 # little beside the reading of all of them that follows, and a fork holds at most 5 % more than its own tokens.
 _SPARE = 20
 
+# While few tokens are held, a step of one token makes room for as many again, up to this many: else each would move.
+_SPARE_STEPS = 8
+
 
 class GrowingKeyValues:
     """The own tokens of one layer: a window ``[start, stop)`` on buffers ``[rows, heads, capacity, head_dim]``.
@@ -31,10 +34,8 @@ class GrowingKeyValues:
 
     def view(self) -> KeyValues:
         """Return the tokens held as views ``[rows, heads, tokens, head_dim]``."""
-        return KeyValues(
-            self._keys[..., self._start : self._stop, :],
-            self._values[..., self._start : self._stop, :],
-        )
+        held = self._stop - self._start
+        return KeyValues(self._keys.narrow(-2, self._start, held), self._values.narrow(-2, self._start, held))
 
     def freeze(self) -> None:
         """Promise never to change the tokens held now: somebody else sees them."""
@@ -43,6 +44,10 @@ class GrowingKeyValues:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the whole buffers, spare room included."""
         return self._keys, self._values
+
+    def continues(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Return whether ``keys`` and ``values`` have the rows, heads and sizes of those held."""
+        return _but_tokens(keys) == _but_tokens(self._keys) and _but_tokens(values) == _but_tokens(self._values)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens ``[rows, heads, tokens, head_dim]`` at the end."""
@@ -53,10 +58,9 @@ class GrowingKeyValues:
             return
         if not self._writable(added):
             self._move(added)
-        stop = self._stop + added
-        self._keys[..., self._stop : stop, :] = keys
-        self._values[..., self._stop : stop, :] = values
-        self._stop = stop
+        self._keys.narrow(-2, self._stop, added).copy_(keys)
+        self._values.narrow(-2, self._stop, added).copy_(values)
+        self._stop += added
 
     def keep_first(self, tokens: int) -> None:
         """Forget all but the first ``tokens`` tokens held."""
@@ -68,7 +72,8 @@ class GrowingKeyValues:
 
     def give_back_room(self) -> None:
         """Move to a smaller buffer where much of the one there is holds nothing any more."""
-        if self._keys.shape[-2] - self.tokens > self.tokens // 8 + 1 and not torch.is_grad_enabled():
+        room = max(self.tokens // 8, _SPARE_STEPS) + 1
+        if self._keys.shape[-2] - self.tokens > room and not torch.is_grad_enabled():
             self._move(0)
 
     def select(self, rows: torch.Tensor) -> "GrowingKeyValues":
@@ -88,7 +93,7 @@ class GrowingKeyValues:
     def _move(self, added: int) -> None:
         held = self.view()
         tokens = self.tokens + added
-        capacity = tokens + tokens // _SPARE
+        capacity = tokens + max(tokens // _SPARE, min(tokens, _SPARE_STEPS) if added == 1 else 0)
         buffers = []
         for tensor in held:
             buffer = self._allocate(tensor, (*tensor.shape[:2], capacity, tensor.shape[-1]))
@@ -105,3 +110,8 @@ class GrowingKeyValues:
         self._keys, self._values = keys, values
         self._start, self._stop = 0, keys.shape[-2]
         self._frozen = self._stop
+
+
+def _but_tokens(tensor: torch.Tensor) -> tuple[int, int, int]:
+    rows, heads, _, size = tensor.shape
+    return rows, heads, size

@@ -197,10 +197,10 @@ class PrefixOffloadedLayer(PrefixDynamicLayer):
         kept = KeyValues(*self._tier.keep(tokens))
         self._shared, self._own = (*self._shared, kept), None
 
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> GrowingKeyValues:
         if self._own is None:
             self._own = HostKeyValues(key_states[..., :0, :], value_states[..., :0, :])
-        super()._append(key_states, value_states)
+        return super()._append(key_states, value_states)
 
     def _kept(self, segment: KeyValues, length: int) -> KeyValues:
         """Return ``segment`` where it is to live: in host memory where it is too short for a file."""
