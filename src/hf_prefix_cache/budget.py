@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .exceptions import CacheCapacityError
 from .generation.strategies import CACHE_OPTIONS
 from .layers.quantized_state import scheme_of
 from .prefixes import compute_prefix
@@ -40,8 +42,14 @@ class MemoryBudget:
         Raises:
             CacheCapacityError: None does.
         """
-        budget = self._nbytes // 2
-        self.choice = choose_strategy(self._model, tokens=tokens, batch_size=rows, memory_budget=budget)
+        half = f"half of memory_budget={self._nbytes}, since what is being kept is there twice for a moment"
+        try:
+            choice = choose_strategy(
+                self._model, tokens=tokens, batch_size=rows, memory_budget=max(1, self._nbytes // 2)
+            )
+        except CacheCapacityError as error:
+            raise CacheCapacityError(f"{error} ({half})") from error
+        self.choice = replace(choice, reasons=(*choice.reasons, half))
         is_small = self.choice.strategy in CACHE_OPTIONS
         return (self.choice.strategy, dict(self.choice.options)) if is_small else ("prefix-auto", {})
 

@@ -218,7 +218,7 @@ def choose_strategy(
     allowed = free if memory_budget is None else min(free, memory_budget)
     size = f"{batch_size} x {length} tokens take {needed / 1e6:.1f} MB, {free / 1e6:.0f} MB are free on {device}"
     if memory_budget is not None:
-        size += f", the budget is {memory_budget / 1e6:.1f} MB"
+        size += f", keys and values may take {memory_budget / 1e6:.1f} MB"
     if needed > allowed and (tokens is not None or memory_budget is not None):
         return _choose_small(model, predictions, sizes, allowed, free, size, memory_budget is not None)
     reason = _why_dynamic(model, tokens, device.type != "cpu" if compiles is None else compiles)

@@ -6,6 +6,9 @@ far from zero, and with one scale for a token's channels the error of nf4 keys i
 decodes ``table[code] * scale``, channels are first shifted and scaled to -1 to 1, and decoded with a scale of 1.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -53,10 +56,23 @@ def make_quantizers(nbits: int, quant_type: str | None, group_size: int | None) 
     else:
         name = quant_type or "nf4"
         quantizers = FourBitByChannel(size, name), FourBit(size, name)
-    version = import_backend("bitsandbytes", "bitsandbytes").__version__
+    with _without_advice():
+        version = import_backend("bitsandbytes", "bitsandbytes").__version__
     for quantizer in quantizers:
         try_out(quantizer, "bitsandbytes", version, _TOLERANCE)
     return quantizers
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep silent, inside, what its import warns of: a faster kernel for linear layers, which nothing here uses."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @dataclass(frozen=True)
