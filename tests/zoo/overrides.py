@@ -8,6 +8,7 @@ __all__ = ["NOT_BUILT", "OVERRIDES"]
 
 _LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+_SWITCHED_ON = {"layer_types": _SLIDING_AND_FULL, "use_sliding_window": True, "sliding_window": WINDOW}
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
 _SHARED_KEYS = {"layer_types": _SLIDING_AND_FULL, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 _DOTS3 = {
@@ -56,7 +57,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": _ROTARY, "full_attention": _ROTARY},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0}},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"] * 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+    },
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "dots1": {"layer_types": _SLIDING_AND_FULL},
     "dots3_note": {
         "text_config": _DOTS3,
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
@@ -76,8 +82,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling2_text": _INKLING2,
     "inkling2_loop_text": _INKLING2,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": {"layer_types": _SLIDING_AND_FULL},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "mellum": {"layer_types": _SLIDING_AND_FULL},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_block_size": 2,
+        "index_topk_blocks": 3,
+    },
     "phi4_multimodal": {
         "vision_config": {"crop_size": 32},
         "audio_config": {
@@ -87,6 +102,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "nemo_conv_channels": 32,
         },
     },
+    "qwen2": _SWITCHED_ON,
+    "qwen2_moe": _SWITCHED_ON,
+    "qwen3": _SWITCHED_ON,
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     # In many small pieces rounding grows to 1e-3 otherwise, in plain Transformers to the last bit the same.
@@ -108,6 +126,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "shape_vocab_size": 99,
         "shape_embed_dim": 32,
     },
+    "smollm3": _SWITCHED_ON,
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64, "num_key_value_heads": 4},

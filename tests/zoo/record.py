@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RECORD", "RIGHT", "newest", "read_record", "worse_cells", "write_record"]
+__all__ = ["RECORD", "RIGHT", "newest", "read_record", "recorded_rows", "worse_cells", "write_record"]
 
 RECORD = Path(__file__).parents[2] / "docs" / "coverage.json"
 RIGHT = {"exact": 2, "refused": 1}
@@ -54,7 +54,17 @@ def _cells(rows: dict[str, Any]) -> list[dict[str, Any]]:
 
 def newest(record: dict[str, Any]) -> list[str]:
     """Return the recorded releases, the newest first."""
-    return sorted(record, key=lambda name: [int(part) for part in name.split(".")], reverse=True)
+    return sorted(record, key=_numbers, reverse=True)
+
+
+def recorded_rows(record: dict[str, Any], release: str) -> dict[str, Any]:
+    """Return what is recorded for ``release``; of one that is not, what is for the last before it, else the first."""
+    known = newest(record)
+    return record[next((name for name in known if _numbers(name) <= _numbers(release)), known[-1])]
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
 
 
 def worse_cells(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

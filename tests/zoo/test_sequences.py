@@ -11,13 +11,19 @@ ARCHITECTURES = (
     *("deepseek_v4", "mamba", "falcon_h1", "lfm2", "qwen3_next"),
 )
 # What static caches hold: the others are refused by name.
-STATIC = ("llama", "gemma3_text", "llama4_text", "falcon_h1", "qwen3_next")
+STATIC = ("llama", "gemma3_text", "llama4_text", "falcon_h1", "qwen3_next", "deepseek_v32")
 STEPS = 1000
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v32", "lfm2"])
 def test_a_short_sequence_is_exact_at_every_step(name):
     sequence = RandomSequence(build_architecture(name), seed=1)
+    sequence.run(60)
+    assert sequence.compared > 15
+
+
+def test_a_short_sequence_on_static_caches_is_exact_at_every_step():
+    sequence = RandomSequence(build_architecture("deepseek_v32"), seed=1, static=True)
     sequence.run(60)
     assert sequence.compared > 15
 
