@@ -9,7 +9,7 @@ __all__ = ["NOT_BUILT", "OVERRIDES"]
 _LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 _SWITCHED_ON = {"layer_types": _SLIDING_AND_FULL, "use_sliding_window": True, "sliding_window": WINDOW}
-_ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
+_ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
 _SHARED_KEYS = {"layer_types": _SLIDING_AND_FULL, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 _DOTS3 = {
     "num_key_value_heads": 4,
