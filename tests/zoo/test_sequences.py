@@ -10,7 +10,7 @@ ARCHITECTURES = (
     *("llama", "gemma3_text", "llama4_text", "gemma3n_text", "deepseek_v3", "deepseek_v32", "minimax_m3_vl_text"),
     *("deepseek_v4", "mamba", "falcon_h1", "lfm2", "qwen3_next"),
 )
-# What static caches hold: the others are refused by name.
+# One of each kind that static caches hold.
 STATIC = ("llama", "gemma3_text", "llama4_text", "falcon_h1", "qwen3_next", "deepseek_v32")
 STEPS = 1000
 
