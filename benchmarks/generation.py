@@ -5,19 +5,24 @@ measurement is written to the results file as soon as it is made and not made ag
 started. What needs more memory than --memory-limit is recorded as not run, with what it would have needed.
 
 parts: grid       rows on one prefix, against DynamicCache after batch_repeat_interleave: tokens/s and cache memory
+       rounding   how far logits in a half-precision dtype are from float32's, with either cache
        crossover  from how many shared tokens on shared-prefix attention pays: what `attention/gate.py` is set from
        one_row    decoding of a single row, beside the time that reading its bytes takes at the measured bandwidth
        first      time to first token of a short question behind a known prefix, against an uncached call
        static     compiled decoding through 20 prefixes: compilations counted, speed against Transformers' static cache
        kvboost    the same questions behind a known prefix, one at a time and 8 at once, through KVBoost
+       kept       the main point of the grid where the C library keeps freed memory: a baseline that copies its cache
+                  at every step then takes no page faults. It holds for the rest of the process, so it comes last
 
 usage: python benchmarks/generation.py [--parts grid one_row] [--dtype float32] [--note "other work on the other core"]
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
+import resource
 import statistics
 import time
 from contextlib import ExitStack
@@ -33,7 +38,7 @@ from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.packaged_model import load_model
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("grid", "crossover", "one_row", "first", "static", "kvboost")
+PARTS = ("grid", "rounding", "crossover", "one_row", "first", "static", "kvboost", "kept")
 PREFIXES, ROWS = (512, 2048, 6000), (4, 16, 64)
 MAIN = 16, 2048  # measured over 64 new tokens; where a baseline's step takes seconds, over fewer
 STATIC_PREFIXES, STATIC_LENGTH, STATIC_QUESTIONS, STATIC_NEW = 20, 640, (1, 300), (8, 128)
@@ -119,12 +124,13 @@ class Prefixes:
     """Prefixes by length, each computed once with the cache of either side."""
 
     def __init__(self, model):
-        self.model, self.held = model, {}
+        self.model, self.held, self.tokens = model, {}, None
 
     def __getitem__(self, length):
         if length not in self.held:
             base = hpc.PrefixDynamicCache(config=self.model.config)
-            for chunk in random_tokens(self.model, 1, length).split(1024, dim=1):
+            self.tokens = random_tokens(self.model, 1, length)
+            for chunk in self.tokens.split(1024, dim=1):
                 self.model(chunk, logits_to_keep=1, **cache_argument(base))
             self.held = {length: base}  # one at a time: long ones are large
         return self.held[length]
@@ -143,9 +149,10 @@ def take_turns(model, caches, tokens):
     """Feed ``tokens`` ``[rows, steps]`` to every cache, one column at a time in turn.
 
     Returns:
-        Seconds of every step by name, without the first one, which warms up; and the last logits.
+        Seconds of every step by name, without the first one, which warms up; the pages that the system had to hand
+        out in each; and the last logits.
     """
-    seconds, logits = {name: [] for name in caches}, {}
+    seconds, faults, logits = {name: [] for name in caches}, {name: [] for name in caches}, {}
     with ExitStack() as stack:
         for name, cache in caches.items():
             if name == "shared":
@@ -154,11 +161,17 @@ def take_turns(model, caches, tokens):
             names = list(caches) if step % 2 else list(caches)[::-1]
             for name in names:
                 call = partial(model, column, **cache_argument(caches[name]))
+                before = page_faults()
                 taken, output = timed(model, call)
                 logits[name] = output.logits
                 if step:
                     seconds[name].append(taken)
-    return seconds, logits
+                    faults[name].append(page_faults() - before)
+    return seconds, faults, logits
+
+
+def page_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def compare(model, prefixes, length, rows, steps, names):
@@ -171,7 +184,7 @@ def compare(model, prefixes, length, rows, steps, names):
             caches[name] = prefixes[length].fork(batch_size=rows)
             if name == "unshared":
                 caches[name].unshare()
-    seconds, logits = take_turns(model, caches, random_tokens(model, rows, steps + 1))
+    seconds, faults, logits = take_turns(model, caches, random_tokens(model, rows, steps + 1))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     sizes = {name: held_bytes(cache) for name, cache in caches.items()}
     point = {
@@ -181,6 +194,7 @@ def compare(model, prefixes, length, rows, steps, names):
         "seconds_per_step": medians,
         "tokens_per_second": {name: rows / value for name, value in medians.items()},
         "tokens_per_second_of_all_steps": {name: rows * steps / sum(values) for name, values in seconds.items()},
+        "page_faults_per_step": {name: statistics.median(values) for name, values in faults.items()},
         "cache_bytes": sizes,
     }
     if "dynamic_cache" in names:
@@ -217,6 +231,42 @@ def measure_grid(record, model, arguments):
                 return point
 
             record.once("grid", f"{rows} rows on {length}", make)
+
+
+def measure_kept(record, model, _):
+    def make():
+        threshold, count = -1, -4  # of trimming, and of allocations outside the heap, as malloc.h numbers them
+        library = ctypes.CDLL(None)
+        library.mallopt(threshold, 2**31 - 1)
+        library.mallopt(count, 0)
+        rows, length = MAIN
+        return compare(model, Prefixes(model), length, rows, grid_steps(rows, length), ("dynamic_cache", "shared"))
+
+    record.once("kept", "{} rows on {}".format(*MAIN), make)
+
+
+def measure_rounding(record, model, arguments):
+    if model.dtype == torch.float32:
+        return
+
+    def make(rows=16, length=512, steps=24):
+        exact = load_model(arguments.model, dtype=torch.float32)[0].to(model.device).eval()
+        tokens = random_tokens(model, rows, steps + 1)
+        prefixes = Prefixes(model)
+        caches = {"dynamic_cache": prefixes.plain(length, rows), "shared": prefixes[length].fork(batch_size=rows)}
+        *_, logits = take_turns(model, caches, tokens)
+        prompts = torch.cat([prefixes.tokens.expand(rows, -1), tokens], dim=1)
+        expected = exact(prompts, logits_to_keep=1).logits.log_softmax(-1)
+        off = {name: (value.float().log_softmax(-1) - expected).abs() for name, value in logits.items()}
+        return {
+            "prefix": length,
+            "rows": rows,
+            "steps": steps,
+            "largest_difference_of_log_probs": {name: value.max().item() for name, value in off.items()},
+            "mean_difference_of_log_probs": {name: value.mean().item() for name, value in off.items()},
+        }
+
+    record.once("rounding", "16 rows on 512 against float32", make)
 
 
 def held_tokens(cache):
@@ -433,14 +483,14 @@ def measure_kvboost(record, model, arguments):
 
 
 def draw(record, path):
-    """Plot tokens per second, what a row costs as rows grow, and what unique tokens cost."""
+    """Plot tokens per second, what a row costs as rows grow, what unique tokens cost, and a single row's limit."""
     from matplotlib.figure import Figure
 
     points = list(record.values.get("grid", {}).values())
     if not points:
         return
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    speeds, costs, unique = figure.subplots(1, 3)
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    (speeds, costs), (unique, single) = figure.subplots(2, 2)
     colors = {length: f"C{index}" for index, length in enumerate(sorted({point["prefix"] for point in points}))}
     for length, color in colors.items():
         own = sorted((point for point in points if point["prefix"] == length), key=lambda point: point["rows"])
@@ -468,9 +518,24 @@ def draw(record, path):
     costs.set(xlabel="rows", ylabel="milliseconds per row and step", title="What one more row costs")
     unique.set(xlabel="tokens in the cache", ylabel="seconds per step", title="What is stored once is read once")
     unique.legend()
+    draw_one_row(record, single)
     setting = record.values["setting"]
     figure.suptitle(f"{setting['model']}, {setting['dtype']}, {setting['hardware']}", fontsize=10)
     figure.savefig(path, dpi=110)
+
+
+def draw_one_row(record, axes):
+    """Plot a step of a single row beside the time that reading its bytes takes."""
+    points = [point for point in record.values.get("one_row", {}).values() if "prefix" in point]
+    points.sort(key=lambda point: point["prefix"])
+    lengths = [point["prefix"] for point in points]
+    for name, label, style in (("dynamic_cache", "DynamicCache", "s--"), ("unshared", "prefix-dynamic", "o-")):
+        axes.plot(lengths, [1000 * p["seconds_per_step"][name] for p in points], style, label=label)
+    limits = [1000 * point["seconds_at_bandwidth"] for point in points]
+    axes.plot(lengths, limits, ":", color="grey", label="reading weights and cache at the measured bandwidth")
+    axes.set(xlabel="tokens in the cache", ylabel="milliseconds per step", title="A single row", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 def begin(kind, arguments):
@@ -510,11 +575,13 @@ def main():
     model, record = begin("generation", arguments)
     measures = {
         "grid": measure_grid,
+        "rounding": measure_rounding,
         "crossover": measure_crossover,
         "one_row": measure_one_row,
         "first": measure_first_token,
         "static": measure_static,
         "kvboost": measure_kvboost,
+        "kept": measure_kept,
     }
     for part in arguments.parts:
         with torch.inference_mode():

@@ -112,6 +112,17 @@ def test_an_unshared_cache_grows_in_place(config):
     assert cache.nbytes <= 1.06 * held * TOKEN_BYTES
 
 
+def test_the_first_steps_of_a_fork_seldom_move_what_it_holds(prefix):
+    fork = prefix.fork(batch_size=3)
+    moves, address = 0, None
+    for _ in range(64):
+        feed(fork, 1, rows=3)
+        now = fork.layers[0].tensors()[-1].data_ptr()
+        moves, address = moves + (now != address), now
+    assert moves <= 12
+    assert fork.nbytes - prefix.nbytes <= 3 * (64 + 8) * TOKEN_BYTES
+
+
 def test_growth_after_a_snapshot_or_fork_writes_behind_what_they_see_without_copying(prefix):
     snapshot, fork = prefix.snapshot(), prefix.fork()
     before, forked = contents(snapshot), contents(fork)
