@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .adapters import adapter_state, holds_adapters
 from .model_settings import config_values, numerics_of, settings_of
 from .model_tensors import follows_length
 from .optimizer_steps import count_steps, stepped_since
+from .samples import Samples
 from .weights import weights_of
 
 if TYPE_CHECKING:
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Glance"]
 
-_SAMPLES = 4  # values of each tensor that are compared at every look: each is far from any cache
-_ADAPTER_SAMPLES = 2**16  # the same for tensors of adapters, which are small: mostly all of them
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+# Asked of hundreds of tensors at each look, which is twice as fast without a loop of Python's.
+_address = torch.Tensor.data_ptr
+_size = operator.attrgetter("nbytes")
+_version = operator.attrgetter("_version")
 
 
 class Glance:
@@ -58,8 +62,8 @@ class Glance:
         self._hidden = [(weakref.ref(tensor), _mark(tensor)) for tensor in hidden]
         is_elsewhere = any(weight.on_disk is not None for weight in weights)
         self._elsewhere = [weight.mark for weight in weights] if is_elsewhere else None
-        self._plan = _plan(tensors, _adapter_tensors(adapters))
-        self._samples = _sample(tensors, self._plan)
+        self._samples = Samples(tensors, _adapter_tensors(adapters))
+        self._values = self._samples.read(tensors)
 
     def is_unchanged(self, model: PreTrainedModel) -> bool:
         """Return whether nothing that decides the numbers of ``model`` has changed, as far as a quick look tells."""
@@ -75,7 +79,7 @@ class Glance:
         stepped = stepped_since(self._steps)
         if stepped is None or not stepped.isdisjoint(self._ids):
             return False
-        if not all(map(torch.equal, _sample(tensors, self._plan), self._samples)):
+        if not all(map(np.array_equal, self._samples.read(tensors), self._values)):
             return False
         return self._same_settings(model, modules)
 
@@ -89,25 +93,20 @@ class Glance:
             return None
         gone = {identity for ref, identity in zip(self._tensors, self._ids, strict=True) if ref() is None}
         gone |= {mark[0] for ref, mark in self._hidden if ref() is None}
-        ours, theirs = self._values(), later._values()
+        ours, theirs = self._values_by_id(), later._values_by_id()
         differing = {
             identity
             for identity, values in ours.items()
-            if identity in theirs and not torch.equal(values, theirs[identity])
+            if identity in theirs and not np.array_equal(values, theirs[identity])
         }
         return stepped | gone | differing
 
-    def _values(self) -> dict[int, torch.Tensor]:
+    def _values_by_id(self) -> dict[int, np.ndarray[Any, Any]]:
         """Return the sampled values of each tensor by its id."""
-        found = {}
-        for group, values in zip(self._plan, self._samples, strict=True):
-            parts = values.split([size for _, size, _ in group])
-            found.update({self._ids[index]: part for (index, _, _), part in zip(group, parts, strict=True)})
-        return found
+        return {self._ids[index]: values for index, values in self._samples.by_tensor(self._values).items()}
 
-    def _walk(self, modules: Sequence[torch.nn.Module]) -> tuple[list[int], list[torch.Tensor]]:
+    def _walk(self, modules: Sequence[torch.nn.Module]) -> tuple[list[object], list[torch.Tensor]]:
         """Return what tells tensors and structure apart, and the tensors that hold bytes."""
-        marks: list[int] = []
         tensors: list[torch.Tensor] = []
         skips = self._skips_frequencies
         for index in self._owners:
@@ -116,10 +115,11 @@ class Glance:
                 for name, tensor in held.items():
                     if tensor is None or (skips and name.endswith("inv_freq")):
                         continue
-                    for part in (tensor,) if type(tensor) in _ORDINARY else _parts(tensor):
-                        tensors.append(part)
-                        # Tensors made in inference mode have no version counter and refuse the question.
-                        marks += (id(part), part.data_ptr(), 0 if part.is_inference() else part._version)
+                    if type(tensor) in _ORDINARY:
+                        tensors.append(tensor)
+                    else:
+                        tensors += _parts(tensor)
+        marks: list[object] = [*map(id, tensors), *map(_address, tensors), *map(_size, tensors), *_versions(tensors)]
         for index in self._parents:
             marks.extend(map(id, modules[index]._modules.values()))
         return marks, tensors
@@ -142,11 +142,16 @@ class Glance:
         return True
 
 
-_Plan = list[list[tuple[int, int, int]]]
+def _mark(tensor: torch.Tensor) -> tuple[int, ...]:
+    return id(tensor), tensor.data_ptr(), *_versions([tensor])
 
 
-def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    """Return the version counters; tensors made in inference mode have none and refuse the question."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -164,32 +169,3 @@ def _adapter_tensors(layers: list[torch.nn.Module]) -> set[int]:
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
         if name.partition(".")[0] not in ("base_layer", "original_module")
     }
-
-
-def _plan(tensors: list[torch.Tensor], adapters: set[int]) -> _Plan:
-    """Return for each dtype and device which tensors to look at, in how many values, how far apart."""
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, int, int]]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        wanted = _ADAPTER_SAMPLES if id(tensor) in adapters else _SAMPLES
-        step = max(1, extent // wanted)
-        groups.setdefault((tensor.dtype, tensor.device), []).append((index, min(wanted, -(-extent // step)), step))
-    return list(groups.values())
-
-
-@torch.inference_mode()  # faster than no_grad, where views are made
-def _sample(tensors: list[torch.Tensor], plan: _Plan) -> list[torch.Tensor]:
-    """Return some values of ``tensors``, for each group of the plan, on the CPU, as integers."""
-    with torch._C.DisableTorchFunctionSubclass():  # quantized weights answer for themselves otherwise, slowly
-        found = [
-            torch.cat([torch.as_strided(tensors[index], (size,), (step,)) for index, size, step in group])
-            for group in plan
-        ]
-        # As bits: a value that is not a number differs from itself as a number.
-        return [_bits(values).cpu() for values in found]
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64))

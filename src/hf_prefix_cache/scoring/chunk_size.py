@@ -7,8 +7,8 @@ from .model_access import free_bytes, innermost_model, input_device
 
 __all__ = ["BatchLimits", "default_limits"]
 
-# On a CPU 256 to 1024 tokens are about equally fast in float32. Half precision multiplies faster, but weights are packed
-# for it at each call, which takes as long as some 200 tokens. An accelerator needs more tokens to be busy.
+# On a CPU 256 to 1024 tokens are about equally fast in float32. Half precision multiplies faster, but weights are
+# packed for it at each call, which takes as long as some 200 tokens. An accelerator needs more tokens to be busy.
 _CPU_TOKENS, _CPU_HALF_TOKENS, _ACCELERATOR_TOKENS = 512, 2048, 2048
 _CPU_ENOUGH, _ACCELERATOR_ENOUGH = 128, 1024
 _SHARE = 0.1  # of the free memory, for the activations of one chunk and for its logits each

@@ -11,8 +11,8 @@ from .tree import SortedRows
 
 __all__ = ["Probes", "read_logits"]
 
-# Bytes of float32 log-probabilities held at once: half of what one core's cache holds, where they are read again; on an
-# accelerator enough to keep it busy.
+# Bytes of float32 log-probabilities held at once: half of what one core's cache holds, where they are read again; on
+# an accelerator enough to keep it busy.
 _CPU_SLICE, _ACCELERATOR_SLICE = 2**20, 2**26
 
 
@@ -117,7 +117,7 @@ def read_logits(
         here, wanted = rows[begin:end], targets[begin:end]
         piece = torch.log_softmax(logits[number * step : (number + 1) * step], -1, dtype=softmax_dtype)
         found = piece[here, wanted]
-        # The maximum is found faster than its place, which matters only where the target may be it: the first of equals.
+        # The maximum is found faster than its place, which matters only where the target may be the first of equals.
         greedy = found == piece.amax(-1)[here]
         likely = greedy.nonzero()[:, 0]
         greedy[likely] = piece[here[likely]].argmax(-1) == wanted[likely]
