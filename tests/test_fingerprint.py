@@ -12,6 +12,7 @@ import torch
 
 from hf_prefix_cache import fingerprint
 from hf_prefix_cache.fingerprint import fingerprint_of, invalidate_fingerprint, same_architecture
+from hf_prefix_cache.samples import Samples
 from tiny_models import TINY_MODELS, build, gemma3_text, gpt2, llama
 
 
@@ -54,6 +55,15 @@ def widen_through_data(model):
     model.lm_head.weight.data = model.lm_head.weight.data.double()
 
 
+def turn_round_through_data(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def repeat_a_row_through_data(model):
+    model.lm_head.weight.data = model.lm_head.weight.data[:1].expand_as(model.lm_head.weight)
+
+
 def scale_rotary_positions(model):
     model.config.rope_parameters["factor"] = 4.0
 
@@ -74,6 +84,8 @@ CHANGES = {
     "configuration": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
     "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(2),
     "a whole weight through .data of another size": widen_through_data,
+    "a square weight turned round": turn_round_through_data,
+    "one row for all": repeat_a_row_through_data,
     "more tokens": lambda model: model.resize_token_embeddings(120),
     "rotary scaling": scale_rotary_positions,
     "a new module": lambda model: setattr(model, "lm_head", torch.nn.Linear(32, 99, bias=False)),
@@ -238,6 +250,28 @@ def test_what_is_known_of_a_model_keeps_none_of_its_tensors_alive():
     del model
     gc.collect()
     assert parts[2]() is None
+
+
+def test_the_memory_of_a_weight_that_moves_in_the_middle_of_a_look_is_there_until_it_was_read(model, monkeypatch):
+    weight, read = model.lm_head.weight, Samples.read
+    values = weight.detach().numpy().copy()
+    memory = weakref.ref(values)
+    weight.data = torch.from_numpy(values)
+    del values
+    fingerprint_of(model)
+
+    def read_after_a_move(samples, tensors):
+        weight.data = torch.zeros_like(weight.data)  # as another thread may do
+        assert memory() is not None
+        return read(samples, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "read", read_after_a_move)
+        fingerprint_of(model)
+    known = fingerprint_of(model)
+    assert memory() is None
+    invalidate_fingerprint(model)
+    assert fingerprint_of(model) == known
 
 
 def test_the_steps_of_another_models_optimizer_change_nothing(model, monkeypatch):

@@ -28,6 +28,8 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _address = torch.Tensor.data_ptr
 _size = operator.attrgetter("nbytes")
 _version = operator.attrgetter("_version")
+_storage = torch.Tensor.untyped_storage
+_strides = torch.Tensor.stride  # a square weight whose data is turned round has the same bytes at the same address
 
 
 class Glance:
@@ -52,7 +54,9 @@ class Glance:
         adapters = [module for module in modules if holds_adapters(module)]
         self._adapters = [weakref.ref(module) for module in adapters]
         self._adapter_states = [adapter_state(module) for module in adapters]
-        self._marks, tensors = self._walk(modules)
+        tensors = self._tensors_in(modules)
+        storages = list(map(_storage, tensors))
+        self._marks = self._marks_of(modules, tensors)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._ids = [id(tensor) for tensor in tensors]
         known = set(self._ids)
@@ -64,13 +68,16 @@ class Glance:
         self._elsewhere = [weight.mark for weight in weights] if is_elsewhere else None
         self._samples = Samples(tensors, _adapter_tensors(adapters))
         self._values = self._samples.read(tensors)
+        del storages
 
     def is_unchanged(self, model: PreTrainedModel) -> bool:
         """Return whether nothing that decides the numbers of ``model`` has changed, as far as a quick look tells."""
         modules: list[Any] = [model, *(ref() for ref in self._modules)]
         if any(module is None for module in modules):
             return False
-        marks, tensors = self._walk(modules)
+        tensors = self._tensors_in(modules)
+        storages = list(map(_storage, tensors))  # held until values are read: another thread may move a weight
+        marks = self._marks_of(modules, tensors)
         held = [ref() for ref in self._tensors]
         if marks != self._marks or not all(map(operator.is_, held, tensors)) or not self._same_beside():
             return False
@@ -81,6 +88,7 @@ class Glance:
             return False
         if not all(map(np.array_equal, self._samples.read(tensors), self._values)):
             return False
+        del storages
         return self._same_settings(model, modules)
 
     def suspects(self, later: Glance) -> set[int] | None:
@@ -105,8 +113,8 @@ class Glance:
         """Return the sampled values of each tensor by its id."""
         return {self._ids[index]: values for index, values in self._samples.by_tensor(self._values).items()}
 
-    def _walk(self, modules: Sequence[torch.nn.Module]) -> tuple[list[object], list[torch.Tensor]]:
-        """Return what tells tensors and structure apart, and the tensors that hold bytes."""
+    def _tensors_in(self, modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+        """Return the tensors that hold bytes."""
         tensors: list[torch.Tensor] = []
         skips = self._skips_frequencies
         for index in self._owners:
@@ -119,10 +127,15 @@ class Glance:
                         tensors.append(tensor)
                     else:
                         tensors += _parts(tensor)
+        return tensors
+
+    def _marks_of(self, modules: Sequence[torch.nn.Module], tensors: list[torch.Tensor]) -> list[object]:
+        """Return what tells tensors and structure apart."""
         marks: list[object] = [*map(id, tensors), *map(_address, tensors), *map(_size, tensors), *_versions(tensors)]
+        marks.extend(map(_strides, tensors))
         for index in self._parents:
             marks.extend(map(id, modules[index]._modules.values()))
-        return marks, tensors
+        return marks
 
     def _same_beside(self) -> bool:
         """Return whether adapters act as before, and packed weights have the same scales."""

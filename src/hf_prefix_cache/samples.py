@@ -27,7 +27,7 @@ class Samples:
 
     Those of contiguous tensors on the CPU are read at their addresses, since making a view of each of some hundred
     tensors takes longer than all else in a look at a model. So `read` is only for tensors at the same addresses, of
-    the same sizes and in the same order as those that this was made of.
+    the same sizes and in the same order as those that this was made of, whose storages somebody holds meanwhile.
 
     Args:
         tensors: The tensors; none of them is held.

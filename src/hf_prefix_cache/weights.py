@@ -27,7 +27,8 @@ class Weight:
         name: Its name; that of the parameter or buffer, and what of it the tensor is, where there are several.
         tensor: The tensor where it is at hand; of weights on disk only one of the same shape and dtype.
         on_disk: What reads it from there; None where it is at hand.
-        mark: What can be seen of it without reading: object, address and version, or the file with size and time.
+        mark: What can be seen of it without reading: object, address, version and layout, or the file with size and
+            time.
     """
 
     name: str
@@ -162,4 +163,5 @@ def _plain(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     # Tensors made in inference mode have no version counter and refuse the question.
     version = None if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr() if tensor.device.type != "meta" else 0, version
+    address = tensor.data_ptr() if tensor.device.type != "meta" else 0
+    return id(tensor), address, version, tuple(tensor.shape), tensor.stride()

@@ -10,8 +10,8 @@ __all__ = ["GrowingKeyValues"]
 # little beside the reading of all of them that follows, and a fork holds at most 5 % more than its own tokens.
 _SPARE = 20
 
-# While few tokens are held, a step of one token makes room for as many again, up to this many: else each would move.
-_SPARE_STEPS = 8
+# While few tokens are held, a step of one token makes room for an eighth of them, up to this many: else each would move.
+_SPARE_STEPS = 6
 
 
 class GrowingKeyValues:
@@ -93,7 +93,7 @@ class GrowingKeyValues:
     def _move(self, added: int) -> None:
         held = self.view()
         tokens = self.tokens + added
-        capacity = tokens + max(tokens // _SPARE, min(tokens, _SPARE_STEPS) if added == 1 else 0)
+        capacity = tokens + max(tokens // _SPARE, min(tokens // 8, _SPARE_STEPS) if added == 1 else 0)
         buffers = []
         for tensor in held:
             buffer = self._allocate(tensor, (*tensor.shape[:2], capacity, tensor.shape[-1]))
