@@ -10,7 +10,8 @@ __all__ = ["GrowingKeyValues"]
 # little beside the reading of all of them that follows, and a fork holds at most 5 % more than its own tokens.
 _SPARE = 20
 
-# While few tokens are held, a step of one token makes room for an eighth of them, up to this many: else each would move.
+# While few tokens are held, a step of one token makes room for an eighth of them, up to this many: else each would
+# move.
 _SPARE_STEPS = 6
 
 
