@@ -7,7 +7,7 @@ from .state import KeyValues
 __all__ = ["GrowingKeyValues"]
 
 # A buffer that is outgrown gets one twentieth of spare room: an append then copies 20 tokens on average, which is
-# little beside the reading of all of them that follows, and a fork holds at most 5 % more than its own tokens.
+# little beside the reading of all of them that follows, and a fork of many tokens holds at most 5 % more than its own.
 _SPARE = 20
 
 # While few tokens are held, a step of one token makes room for an eighth of them, up to this many: else each would
