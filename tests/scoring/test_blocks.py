@@ -37,7 +37,7 @@ def test_blocks_hold_every_key_their_queries_may_see(requests: list, begin: int,
     cut = attention_blocks(tree, path, start, stop)
     assert [query for block in cut for query in range(block.start, block.stop)] == list(range(stop - start))
     for block in cut:
-        held = nodes[block.keys.numpy()]
+        held = nodes[np.concatenate([np.arange(stretch.start, stretch.stop) for stretch in block.keys])]
         for query in range(block.start, block.stop):
             node = start + query
             assert {node, *tree.ancestors_of(node).tolist()} <= set(held.tolist())
@@ -46,15 +46,16 @@ def test_blocks_hold_every_key_their_queries_may_see(requests: list, begin: int,
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "llama4", "gpt2", "cohere2"])
 def test_attention_in_blocks_gives_plain_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    original = blocks._additive_masks
-    monkeypatch.setattr(blocks, "_additive_masks", lambda *a: used.append(1) or original(*a))
+    original = blocks._groups
+    monkeypatch.setattr(blocks, "_groups", lambda *a: used.extend(original(*a)) or original(*a))
     root = [5, 9, 12, 7, 30, 41, 5, 9, 2, 77, 15, 3, 8]
     requests = [([*root, a, a + 1, *root[:b]], [b + 20, a, 4]) for a in (20, 31, 40) for b in (1, 4, 9)]
     model = PACKED[name]()
     for max_batch_tokens in (16, 512):
         scores = loglikelihood(model, requests, max_batch_tokens=max_batch_tokens, progress=False, self_check=False)
         assert_scores_match(scores, plain_scores(model, requests))
-    assert used
+    assert any(group.common for group in used)
+    assert any(len(group.parts) > 1 for group in used)
 
 
 def test_blocks_are_left_out_where_they_save_little(monkeypatch: pytest.MonkeyPatch) -> None:

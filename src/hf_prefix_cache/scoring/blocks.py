@@ -4,8 +4,9 @@ A chunk holds many small subtrees below one path, and each token sees only its a
 that is masked, attention takes a third of the time if every token is multiplied with every key. But what a run of
 consecutive nodes sees is the ancestors of its first node and the run itself, since depth-first order puts nothing
 else of theirs before it. So queries go in runs of some dozens, each with these keys only; projections still run on
-the whole chunk. Heads that share keys are folded into the queries, which saves repeating the keys. Keys that every
-query sees are attended to at once, without a mask, and the two parts merged by their log-sum-exp.
+the whole chunk. Heads that share keys are folded into the queries, which saves repeating the keys. Blocks in a row
+whose queries all see the same first keys attend to those at once, without a mask, and the two parts are merged by
+their log-sum-exp.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from ..attention.kernels import attend as attend_with_sum
-from ..attention.kernels import merge
+from ..attention.kernels import merge_last
 from .tree import TokenTree
 
 __all__ = [
@@ -29,20 +30,39 @@ __all__ = [
 
 _LEAST, _MOST = 64, 128  # queries of a block; fewer make matrix products too small to be fast
 _WORTHWHILE = 0.9  # of the products with every key
-_COMMON = 128  # keys that every query sees from which on attending to them apart pays
+_COMMON = 128  # keys that every query of a group sees from which on attending to them apart pays
+_ALIKE = 2 / 3  # blocks go together whose common keys are this close in number: what one has more stays masked
 
 
 class AttentionBlock(NamedTuple):
-    """Queries ``[start, stop)`` of a chunk and the places of all keys they may see, ``[keys]`` int64."""
+    """Queries ``[start, stop)`` of a chunk, and the stretches of places of all keys they may see, ascending."""
 
     start: int
     stop: int
-    keys: torch.Tensor
+    keys: tuple[slice, ...]
+
+    @property
+    def products(self) -> int:
+        """Pairs of a query and a key."""
+        return (self.stop - self.start) * sum(stretch.stop - stretch.start for stretch in self.keys)
 
 
-def attention_blocks(
-    tree: TokenTree, path: np.ndarray, start: int, stop: int, device: torch.device | str = "cpu"
-) -> tuple[AttentionBlock, ...]:
+class _Part(NamedTuple):
+    """A block's keys beside its group's common ones, and the additive mask over them, repeated for folded heads."""
+
+    block: AttentionBlock
+    keys: tuple[slice, ...]
+    mask: torch.Tensor
+
+
+class _Group(NamedTuple):
+    """Blocks in a row whose queries all see the first ``common`` keys."""
+
+    common: int
+    parts: list[_Part]
+
+
+def attention_blocks(tree: TokenTree, path: np.ndarray, start: int, stop: int) -> tuple[AttentionBlock, ...]:
     """Cut the chunk ``[start, stop)`` below ``path`` into blocks; none if they would save little."""
     blocks, begin = [], start
     while begin < stop:
@@ -54,10 +74,12 @@ def attention_blocks(
         ancestors = tree.ancestors_of(begin)
         # Keys lie in the cache as the path, whose places are depths, and the chunk behind it.
         above = np.where(ancestors < start, tree.depths[ancestors], len(path) + ancestors - start)
-        keys = np.concatenate([above, len(path) + np.arange(begin, end) - start])
-        blocks.append(AttentionBlock(begin - start, end - start, torch.from_numpy(keys).to(device)))
+        places = np.concatenate([above, len(path) + np.arange(begin, end) - start])
+        stretches = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        keys = tuple(slice(int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches)
+        blocks.append(AttentionBlock(begin - start, end - start, keys))
         begin = end
-    products = sum((block.stop - block.start) * len(block.keys) for block in blocks)
+    products = sum(block.products for block in blocks)
     everything = (stop - start) * (len(path) + stop - start)
     return tuple(blocks) if products <= _WORTHWHILE * everything else ()
 
@@ -85,33 +107,46 @@ def attend_in_blocks(
     ) -> tuple[torch.Tensor, None]:
         if attention_mask is None or not takes_boolean_mask(query, key, attention_mask, dropout, kwargs):
             return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        heads, kv_heads = query.shape[1], key.shape[1]
+        repeats = query.shape[1] // key.shape[1]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        common = seen_by_all(attention_mask, prepared)
-        common = common if common >= _COMMON else 0
-        masks = _additive_masks(attention_mask, blocks, common, heads // kv_heads, query.dtype, prepared)
-        shared = None
-        if common:
-            folded = query.reshape(1, kv_heads, -1, query.shape[3])
-            output, log_sum = attend_with_sum(folded, key[:, :, :common], value[:, :, :common], None, scale)
-            shared = output.reshape(1, heads, -1, value.shape[3]), log_sum.reshape(1, heads, -1)
-        pieces = []
-        for block, mask in zip(blocks, masks, strict=True):
-            folded = query[:, :, block.start : block.stop].reshape(1, kv_heads, -1, query.shape[3])
-            keys, values = (part.index_select(2, block.keys[common:]) for part in (key, value))
-            if shared is None:
-                piece = torch.nn.functional.scaled_dot_product_attention(
-                    folded, keys, values, attn_mask=mask, scale=scale
-                ).view(1, heads, block.stop - block.start, value.shape[3])
-            else:
-                output, log_sum = attend_with_sum(folded, keys, values, mask, scale)
-                own = output.reshape(1, heads, -1, value.shape[3]), log_sum.reshape(1, heads, -1)
-                above = shared[0][:, :, block.start : block.stop], shared[1][:, :, block.start : block.stop]
-                piece, _ = merge(own, above)
-            pieces.append(piece.transpose(1, 2))
-        return torch.cat(pieces, dim=1), None
+        mask = attention_mask
+        groups = kept_for(mask, (repeats, query.dtype), prepared, lambda: _groups(mask, blocks, repeats, query.dtype))
+        pieces = [piece for group in groups for piece in _attend_to_group(query, key, value, group, scale)]
+        return torch.cat([piece.transpose(1, 2) for piece in pieces], dim=1), None
 
     return attention
+
+
+def _attend_to_group(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: _Group, scale: float
+) -> list[torch.Tensor]:
+    """Return the output of each block of ``group``, ``[1, heads, queries, value_dim]``."""
+    heads, kv_heads, common = query.shape[1], key.shape[1], group.common
+    first = group.parts[0].block.start
+    if common:
+        folded = query[:, :, first : group.parts[-1].block.stop].reshape(1, kv_heads, -1, query.shape[3])
+        output, log_sum = attend_with_sum(folded, key[:, :, :common], value[:, :, :common], None, scale)
+        shared = output.reshape(1, heads, -1, value.shape[3]), log_sum.reshape(1, heads, -1)
+    pieces = []
+    for block, keys, mask in group.parts:
+        folded = query[:, :, block.start : block.stop].reshape(1, kv_heads, -1, query.shape[3])
+        own_keys, own_values = _taken(key, keys, 2), _taken(value, keys, 2)
+        if not common:
+            piece = torch.nn.functional.scaled_dot_product_attention(
+                folded, own_keys, own_values, attn_mask=mask, scale=scale
+            ).view(1, heads, -1, value.shape[3])
+        else:
+            output, log_sum = attend_with_sum(folded, own_keys, own_values, mask, scale)
+            own = output.reshape(1, heads, -1, value.shape[3]), log_sum.reshape(1, heads, -1)
+            above = [part[:, :, block.start - first : block.stop - first] for part in shared]
+            piece = merge_last(own, (above[0], above[1]))
+        pieces.append(piece)
+    return pieces
+
+
+def _taken(tensor: torch.Tensor, stretches: Sequence[slice], dim: int) -> torch.Tensor:
+    pieces = [tensor.narrow(dim, stretch.start, stretch.stop - stretch.start) for stretch in stretches]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def takes_boolean_mask(
@@ -135,33 +170,44 @@ def seen_by_all(mask: torch.Tensor, prepared: dict[Any, Any]) -> int:
     """Return how many of the first keys every query sees; not the last one, since merging needs keys on both sides."""
 
     def make() -> int:
-        seen = mask[0, 0].all(dim=0).to(torch.int64).cumprod(dim=0)
-        return min(int(seen.sum()), mask.shape[3] - 1)
+        return min(_seen_from_first(mask[0, 0]), mask.shape[3] - 1)
 
     return int(kept_for(mask, "seen by all", prepared, make))
 
 
-def _additive_masks(
-    mask: torch.Tensor,
-    blocks: Sequence[AttentionBlock],
-    common: int,
-    repeats: int,
-    dtype: torch.dtype,
-    prepared: dict[Any, Any],
-) -> list[torch.Tensor]:
-    """Return each block's mask over all but the ``common`` keys, ``[1, 1, repeats * queries, keys]``.
+def _groups(mask: torch.Tensor, blocks: Sequence[AttentionBlock], repeats: int, dtype: torch.dtype) -> list[_Group]:
+    """Gather blocks in a row whose queries all see about as many first keys, with their masks over the other keys."""
+    gathered: list[tuple[list[int], list[AttentionBlock]]] = []
+    for block in blocks:
+        # Not the last key, since merging needs keys on both sides.
+        seen = min(_seen_from_first(mask[0, 0, block.start : block.stop]), block.keys[-1].stop - 1)
+        counts, together = gathered[-1] if gathered else ([], [])
+        if together and min(seen, *counts) >= _ALIKE * max(seen, *counts):
+            counts.append(seen)
+            together.append(block)
+        else:
+            gathered.append(([seen], [block]))
+    groups = []
+    for counts, together in gathered:
+        common = min(counts) if min(counts) >= _COMMON else 0
+        groups.append(_Group(common, [_part(mask, block, common, repeats, dtype) for block in together]))
+    return groups
 
-    It is 0 where a key is visible, else the lowest number: a query that sees no key has a log-sum-exp all the same.
+
+def _part(mask: torch.Tensor, block: AttentionBlock, common: int, repeats: int, dtype: torch.dtype) -> _Part:
+    """Mask the keys of ``block`` but the first ``common``, ``[1, 1, repeats * queries, keys]``.
+
+    The mask is 0 where a key is visible, else the lowest number: a query that sees no key has a log-sum-exp all the
+    same.
     """
+    # The first stretch holds all common keys: none of them is hidden from these queries.
+    keys = (slice(common, block.keys[0].stop), *block.keys[1:]) if common else block.keys
+    keys = tuple(stretch for stretch in keys if stretch.start < stretch.stop)
+    visible = _taken(mask[:, :, block.start : block.stop], keys, 3)
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return _Part(block, keys, zero.where(visible, torch.finfo(dtype).min).repeat(1, 1, repeats, 1))
 
-    def make() -> list[torch.Tensor]:
-        hidden = torch.finfo(dtype).min
-        return [
-            torch.zeros((), dtype=dtype, device=mask.device)
-            .where(mask[:, :, block.start : block.stop].index_select(3, block.keys[common:]), hidden)
-            .repeat(1, 1, repeats, 1)
-            for block in blocks
-        ]
 
-    masks: list[torch.Tensor] = kept_for(mask, (repeats, dtype), prepared, make)
-    return masks
+def _seen_from_first(mask: torch.Tensor) -> int:
+    """Return how many of the first keys every query sees of ``mask``, ``[queries, keys]``."""
+    return int(mask.all(dim=0).to(torch.int64).cumprod(dim=0).sum())

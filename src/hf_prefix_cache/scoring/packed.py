@@ -121,7 +121,7 @@ def _feed(
         key_nodes,
         key_depths,
         key_ends,
-        attention_blocks(tree, path, start, stop, device),
+        attention_blocks(tree, path, start, stop),
         on_choice if is_measured(device) else None,
     )
     # The start of one row alone is what the model's own masks are made for, and faster with them.

@@ -117,10 +117,33 @@ def read_logits(
         here, wanted = rows[begin:end], targets[begin:end]
         piece = torch.log_softmax(logits[number * step : (number + 1) * step], -1, dtype=softmax_dtype)
         found = piece[here, wanted]
-        # The maximum is found faster than its place, which matters only where the target may be the first of equals.
-        greedy = found == piece.amax(-1)[here]
-        likely = greedy.nonzero()[:, 0]
-        greedy[likely] = piece[here[likely]].argmax(-1) == wanted[likely]
         logprobs.append(found)
-        is_greedy.append(greedy)
+        is_greedy.append(_is_greedy(piece, here, wanted, found))
     return torch.cat(logprobs), torch.cat(is_greedy)
+
+
+def _is_greedy(piece: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return whether each target is the first of the largest in its row, ``[n]``.
+
+    The largest is found much faster than its place, and so is the largest beside a target. The place itself matters
+    only where several are equal.
+
+    Args:
+        piece: ``[m, vocab]``.
+        rows: Row of each target, ascending, ``[n]``.
+        targets: Token ids, ``[n]``.
+        found: Their values, ``[n]``.
+    """
+    greedy = found == piece.amax(-1)[rows]
+    likely = greedy.nonzero()[:, 0]
+    rows, targets, found = rows[likely], targets[likely], found[likely]
+    piece[rows, targets] = -torch.inf
+    others = piece.amax(-1)[rows]
+    piece[rows, targets] = found
+    # Two targets of one row that are both its largest have hidden each other.
+    is_repeated = torch.zeros_like(rows, dtype=torch.bool)
+    is_repeated[1:] = rows[1:] == rows[:-1]
+    is_repeated[:-1] |= is_repeated[1:].clone()
+    tied = ((others == found) | is_repeated).nonzero()[:, 0]
+    greedy[likely[tied]] = piece[rows[tied]].argmax(-1) == targets[tied]
+    return greedy
