@@ -23,6 +23,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_MOST", 5)
     monkeypatch.setattr(blocks, "_WORTHWHILE", 1.0)
     monkeypatch.setattr(blocks, "_COMMON", 3)
+    monkeypatch.setattr(blocks, "_KEYS_AT_ONCE", 3)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -30,12 +30,13 @@ __all__ = [
 
 _LEAST, _MOST = 64, 128  # queries of a block; fewer make matrix products too small to be fast
 _WORTHWHILE = 0.9  # of the products with every key
-_COMMON = 128  # keys that every query of a group sees from which on attending to them apart pays
+_COMMON = 256  # keys that every query of a group sees from which on attending to them apart pays
+_KEYS_AT_ONCE = 16  # what is left of the keys beyond a multiple of it costs a CPU as much as some hundred others
 _ALIKE = 2 / 3  # blocks go together whose common keys are this close in number: what one has more stays masked
 
 
 class AttentionBlock(NamedTuple):
-    """Queries ``[start, stop)`` of a chunk, and the stretches of places of all keys they may see, ascending."""
+    """Queries ``[start, stop)`` of a chunk, and the stretches of places that hold all keys they may see, ascending."""
 
     start: int
     stop: int
@@ -76,12 +77,21 @@ def attention_blocks(tree: TokenTree, path: np.ndarray, start: int, stop: int) -
         above = np.where(ancestors < start, tree.depths[ancestors], len(path) + ancestors - start)
         places = np.concatenate([above, len(path) + np.arange(begin, end) - start])
         stretches = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-        keys = tuple(slice(int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches)
-        blocks.append(AttentionBlock(begin - start, end - start, keys))
+        keys = [slice(int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches]
+        keys = _filled_up(keys, -len(places) % _KEYS_AT_ONCE, len(path) + stop - start)
+        blocks.append(AttentionBlock(begin - start, end - start, tuple(keys)))
         begin = end
     products = sum(block.products for block in blocks)
     everything = (stop - start) * (len(path) + stop - start)
     return tuple(blocks) if products <= _WORTHWHILE * everything else ()
+
+
+def _filled_up(keys: list[slice], missing: int, places: int) -> list[slice]:
+    """Widen the last stretch by ``missing`` hidden places where there are as many, first behind it."""
+    *others, last = keys
+    behind = min(missing, places - last.stop)
+    before = min(missing - behind, last.start - others[-1].stop if others else 0)
+    return [*others, slice(last.start - before, last.stop + behind)]
 
 
 def attend_in_blocks(
@@ -189,7 +199,8 @@ def _groups(mask: torch.Tensor, blocks: Sequence[AttentionBlock], repeats: int, 
             gathered.append(([seen], [block]))
     groups = []
     for counts, together in gathered:
-        common = min(counts) if min(counts) >= _COMMON else 0
+        common = min(counts) // _KEYS_AT_ONCE * _KEYS_AT_ONCE
+        common = common if common >= _COMMON else 0
         groups.append(_Group(common, [_part(mask, block, common, repeats, dtype) for block in together]))
     return groups
 
