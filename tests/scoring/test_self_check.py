@@ -31,6 +31,16 @@ def test_wrong_packing_is_found_warned_of_and_replaced(monkeypatch: pytest.Monke
     assert report.plain_requests == len(REQUESTS)
     assert report.self_check.outcome == "failed"
     assert report.self_check.largest_difference > report.self_check.tolerance == 1e-4
+    assert report.self_check.judged_difference == report.self_check.largest_difference
+
+
+def test_the_difference_that_half_precision_is_judged_by_is_within_the_tolerance_that_it_passed() -> None:
+    model = PACKED["llama"]().to(torch.bfloat16)
+    loglikelihood(model, REQUESTS, progress=False)
+    found = last_scoring_report(model).self_check
+    assert found.outcome == "passed"
+    assert 0 < found.judged_difference <= found.tolerance
+    assert found.judged_difference < found.largest_difference
 
 
 def test_the_check_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ class SelfCheck:
         outcome: ``"passed"``, ``"failed"``, ``"off"`` (switched off) or ``"not needed"`` (the plain route ran anyway).
         lengths: Lengths of the longest rows compared: a short one, and one past each threshold that requests reach.
         largest_difference: Largest difference of one token's log-probability; None if nothing was compared.
+        judged_difference: The difference that was held against ``tolerance``, at the length where it is largest: the
+            largest one; in half precision, which rounds single values far apart, the mean.
         tolerance: What is allowed (see `TOLERANCES`); None if nothing was compared.
         reason: Why it failed, in words; empty otherwise.
 
@@ -30,6 +32,7 @@ class SelfCheck:
     outcome: str
     lengths: tuple[int, ...] = ()
     largest_difference: float | None = None
+    judged_difference: float | None = None
     tolerance: float | None = None
     reason: str = ""
 

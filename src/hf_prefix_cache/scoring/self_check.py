@@ -91,7 +91,7 @@ def check_route(model: Any, requests: TokenRequests, score: Scorer) -> SelfCheck
 
 def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], longest: int, score: Scorer) -> SelfCheck:
     oracle, tolerance = Oracle(model), TOLERANCES[judged_dtype(model)]
-    lengths, largest = [], 0.0
+    lengths, largest, judged = [], 0.0, 0.0
     for length in (min(_SHORT, longest), *(min(threshold + _BRANCH, longest) for threshold in reached)):
         sample = _sample(requests, length)
         rows = sort_rows(sample)
@@ -112,12 +112,12 @@ def _compare(model: Any, requests: TokenRequests, reached: tuple[int, ...], long
             apart = differences(right, torch.from_numpy(found.logprobs))
             deviation, tolerance = oracle.judge_rows(apart, _split_rows(sample), largest=float(right.abs().max()))
         except Exception as error:
-            return SelfCheck("failed", tuple(lengths), None, tolerance, f"{type(error).__name__}: {error}")
-        largest = max(largest, float(apart.max()))
+            return SelfCheck("failed", tuple(lengths), reason=f"{type(error).__name__}: {error}")
+        largest, judged = max(largest, float(apart.max())), max(judged, deviation)
         if deviation > tolerance:
             reason = f"log-probabilities of rows of {length} tokens differ by {deviation:.2g}"
-            return SelfCheck("failed", tuple(lengths), largest, tolerance, reason)
-    return SelfCheck("passed", tuple(lengths), largest, tolerance)
+            return SelfCheck("failed", tuple(lengths), largest, judged, tolerance, reason)
+    return SelfCheck("passed", tuple(lengths), largest, judged, tolerance)
 
 
 def _split_rows(requests: TokenRequests) -> list[tuple[Ids, Ids]]:
