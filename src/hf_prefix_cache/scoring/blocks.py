@@ -30,9 +30,10 @@ __all__ = [
 
 _LEAST, _MOST = 64, 128  # queries of a block; fewer make matrix products too small to be fast
 _WORTHWHILE = 0.9  # of the products with every key
-_COMMON = 256  # keys that every query of a group sees from which on attending to them apart pays
 _KEYS_AT_ONCE = 16  # what is left of the keys beyond a multiple of it costs a CPU as much as some hundred others
-_ALIKE = 2 / 3  # blocks go together whose common keys are this close in number: what one has more stays masked
+# Attending to common keys apart saves their mask, some third of their cost. Measured in keys for which this is even:
+_MERGE = 200  # merging, for each query
+_CALL = 20_000  # one call more, in products of a query and a key
 
 
 class AttentionBlock(NamedTuple):
@@ -187,22 +188,34 @@ def seen_by_all(mask: torch.Tensor, prepared: dict[Any, Any]) -> int:
 
 def _groups(mask: torch.Tensor, blocks: Sequence[AttentionBlock], repeats: int, dtype: torch.dtype) -> list[_Group]:
     """Gather blocks in a row whose queries all see about as many first keys, with their masks over the other keys."""
-    gathered: list[tuple[list[int], list[AttentionBlock]]] = []
-    for block in blocks:
-        # Not the last key, since merging needs keys on both sides.
-        seen = min(_seen_from_first(mask[0, 0, block.start : block.stop]), block.keys[-1].stop - 1)
-        counts, together = gathered[-1] if gathered else ([], [])
-        if together and min(seen, *counts) >= _ALIKE * max(seen, *counts):
-            counts.append(seen)
-            together.append(block)
-        else:
-            gathered.append(([seen], [block]))
+    # Not the last key, since merging needs keys on both sides.
+    seen = [
+        min(_seen_from_first(mask[0, 0, block.start : block.stop]), block.keys[-1].stop - 1)
+        // _KEYS_AT_ONCE
+        * _KEYS_AT_ONCE
+        for block in blocks
+    ]
     groups = []
-    for counts, together in gathered:
-        common = min(counts) // _KEYS_AT_ONCE * _KEYS_AT_ONCE
-        common = common if common >= _COMMON else 0
-        groups.append(_Group(common, [_part(mask, block, common, repeats, dtype) for block in together]))
+    for common, start, stop in _gathered(seen, [block.stop - block.start for block in blocks]):
+        groups.append(_Group(common, [_part(mask, block, common, repeats, dtype) for block in blocks[start:stop]]))
     return groups
+
+
+def _gathered(seen: list[int], queries: list[int]) -> list[tuple[int, int, int]]:
+    """Cut blocks that see the first ``seen`` keys into groups ``(common, start, stop)`` of the greatest saving."""
+    best: list[tuple[int, tuple[int, int, int]]] = [(0, (0, 0, 0))]
+    for stop in range(1, len(seen) + 1):
+        options, common, together = [], seen[stop - 1], 0
+        for start in range(stop - 1, -1, -1):
+            common, together = min(common, seen[start]), together + queries[start]
+            saved = together * (common - _MERGE) - _CALL
+            options.append((best[start][0] + max(saved, 0), (common if saved > 0 else 0, start, stop)))
+        best.append(max(options))
+    groups, stop = [], len(seen)
+    while stop:
+        groups.append(best[stop][1])
+        stop = groups[-1][1]
+    return groups[::-1]
 
 
 def _part(mask: torch.Tensor, block: AttentionBlock, common: int, repeats: int, dtype: torch.dtype) -> _Part:
