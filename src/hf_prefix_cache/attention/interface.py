@@ -87,6 +87,10 @@ def _sees_all(mask: torch.Tensor | None, tokens: int) -> bool:
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+    """Return ``mask`` in numbers, the lowest where it hides: a query that sees no own token has a log-sum-exp, too."""
+    if mask is None:
+        return None
+    lowest = torch.finfo(dtype).min
+    if mask.dtype != torch.bool:
+        return mask.clamp_min(lowest)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)

@@ -2,6 +2,9 @@
 
 import torch
 
+from .kernels_cuda import attend_fused
+from .plain import attend_plainly
+
 __all__ = ["attend", "merge", "merge_last"]
 
 
@@ -10,31 +13,37 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all keys that ``mask`` lets through.
 
+    A fused kernel of PyTorch does it where there is one: on a CPU, and on CUDA devices if it passes its trial. Else,
+    with gradients, and while torch.compile traces, it is `attend_plainly`. So it is while a CUDA graph is captured,
+    for inputs of a kind that was not met before.
+
     Args:
         query: ``[batch, heads, queries, head_dim]``.
         keys: ``[batch, heads, tokens, head_dim]``.
         values: ``[batch, heads, tokens, value_dim]``.
         mask: Additive, broadcastable to ``[batch, heads, queries, tokens]``, in the dtype of ``query``; None lets
-            everything through.
+            everything through. A query that sees no key has the lowest number for each, not minus infinity, with which
+            the kernel for CPUs returns a log-sum-exp of 0.
         scale: Factor on the scores.
 
     Returns:
         The output ``[batch, heads, queries, value_dim]`` and the log-sum-exp of the scores, float32
         ``[batch, heads, queries]``.
     """
-    if query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
+    # No fused kernel passes gradients on through the log-sum-exp.
+    needs_gradients = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+    if query.device.type == "cpu" and query.shape[-1] == values.shape[-1] and not needs_gradients:
         if mask is not None:
             mask = mask.expand(query.shape[0], -1, -1, -1)
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
         return output, log_sum
-    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * scale
-    if mask is not None:
-        scores = scores + mask
-    log_sum = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - log_sum[..., None]).to(values.dtype)
-    return torch.matmul(weights, values), log_sum
+    if query.device.type == "cuda" and not needs_gradients and not torch.compiler.is_compiling():
+        result = attend_fused(query, keys, values, mask, scale)
+        if result is not None:
+            return result
+    return attend_plainly(query, keys, values, mask, scale)
 
 
 def merge(
