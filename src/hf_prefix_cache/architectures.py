@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "masks_all_places",
     "positions_follow_mask",
     "positions_from_padding_id",
     "resumes_in_one_call",
@@ -143,6 +144,11 @@ def positions_follow_mask(config: PreTrainedConfig) -> bool:
 def positions_from_padding_id(config: PreTrainedConfig) -> bool:
     """Return whether models of ``config`` count positions from behind their padding id; ``generate`` does from 0."""
     return config.model_type in _POSITIONS_FROM_PADDING_ID
+
+
+def masks_all_places(config: PreTrainedConfig) -> bool:
+    """Return whether models of ``config`` make masks of all places of a buffer by themselves: Bloom does."""
+    return decoder_config(config).model_type in _POSITIONS_FROM_MASK
 
 
 def runs_on_static_caches(model: PreTrainedModel) -> bool:

@@ -6,43 +6,16 @@ import weakref
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 import hf_prefix_cache as hpc
+from generation.compiling import STATIC, compare, everywhere
 from generation.oracles import generated, pad_left, tokens
 from hf_prefix_cache.compat import CACHE_ARGUMENT
 from hf_prefix_cache.generation.compiled import pad_compiled_steps
 from hf_prefix_cache.generation.static_sizes import _models
-
-STATIC = {"cache_implementation": "prefix-static"}
-
-
-def everywhere(backend="eager"):
-    """Return a configuration that compiles on the CPU too, which Transformers allows as an attribute only."""
-    config = CompileConfig(fullgraph=False, backend=backend, mode=None, dynamic=False)
-    config._compile_all_devices = True
-    return config
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Count the graphs that are compiled."""
-    # The compiler writes down every step for whoever listens, and pytest listens to everything.
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-
-
-def compare(model, prompt, **options):
-    """Check a compiled call against the uncached one, and return its tokens."""
-    plain = {name: value for name, value in options.items() if name not in ("max_cache_len", "cache_config")}
-    output = generated(model, prompt, **STATIC, compile_config=everywhere(), **options)
-    assert torch.equal(output, generated(model, prompt, **plain))
-    return output
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", pytest.param("gemma3_text", marks=pytest.mark.slow)])

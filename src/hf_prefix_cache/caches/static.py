@@ -63,16 +63,33 @@ class PrefixStaticCache(PrefixCache, StaticCache):
         self._config = decoder_config(config)
         self._options = {"max_cache_len": max_cache_len, "max_batch_size": max_batch_size}
 
+    @property
+    def full_layers(self) -> list[PrefixStaticLayer]:
+        """The layers that attend to all tokens; they hold equally many."""
+        return [layer for layer in self.layers if isinstance(layer, PrefixStaticLayer)]
+
+    @property
+    def reach(self) -> int | None:
+        """Places that full attention reads in compiled steps, from the first on; None for all of ``max_cache_len``.
+
+        A forward that would write behind it raises `CacheCapacityError`.
+        """
+        return next((layer.reach for layer in self.full_layers), None)
+
+    @reach.setter
+    def reach(self, places: int | None) -> None:
+        for layer in self.full_layers:
+            layer.reach = places
+
     @contextmanager
     def reading_held(self) -> Iterator[None]:
         """Inside, hand attention what is held and not the room behind it, for forwards that are not compiled."""
-        layers = [layer for layer in self.layers if isinstance(layer, PrefixStaticLayer)]
-        for layer in layers:
+        for layer in self.full_layers:
             layer.reads_held = True
         try:
             yield
         finally:
-            for layer in layers:
+            for layer in self.full_layers:
                 layer.reads_held, layer.apart = False, ()
 
     def attend_apart(self, snapshot: PrefixSnapshot) -> None:

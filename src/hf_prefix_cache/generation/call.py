@@ -14,6 +14,7 @@ from ..caches import PrefixCache
 from ..exceptions import UnknownOptionError
 from ..snapshot import PrefixSnapshot
 from .batch import PromptBatch
+from .steps import DecodeSteps
 from .strategies import CACHE_OPTIONS
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Call:
         cache: The cache that was made for the call, or that the caller passed.
         is_own_cache: Whether the caller passed it.
         feeds_drafts: Whether the next forward is the first of assisted decoding, of the prompt with its first drafts.
+        steps: Decode steps that were compiled ahead and attend only as far as needed.
         fingerprint: Of the model, where the store is used.
         copies: Neighbouring rows that are copies of one prompt, for beams and returned sequences.
         rows_continue: Whether row i of the result continues row i of the prompts.
@@ -90,6 +92,7 @@ class Call:
     cache: PrefixCache | None = None
     is_own_cache: bool = False
     feeds_drafts: bool = False
+    steps: DecodeSteps | None = None
     fingerprint: str = ""
     copies: int = 1
     rows_continue: bool = False

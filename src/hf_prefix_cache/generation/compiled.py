@@ -1,4 +1,4 @@
-"""Compiled decode steps: batches that are smaller than the buffers run in all of their rows."""
+"""What ``generate`` compiles: batches smaller than the buffers run in all rows, and attention reads as needed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from ..caches import PrefixStaticCache
 from ..compat import CACHE_ARGUMENT
 from ..exceptions import UnsupportedLayerError
 from ..layers import PrefixRecurrentLayer
 from .call import current_call
+from .static_sizes import find_steps, size_of
+from .steps import reading_as_needed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["in_all_rows", "leave_compiled_steps", "pad_compiled_steps", "will_compile"]
+__all__ = ["compile_config_of", "in_all_rows", "leave_compiled_steps", "pad_compiled_steps", "will_compile"]
 
 _lock = threading.Lock()
 _original: list[Callable[..., Any]] = []
@@ -32,6 +34,13 @@ def will_compile(model: PreTrainedModel, generation_config: GenerationConfig) ->
     except UnsupportedLayerError:  # of a kind that only grows
         return False
     return bool(generator._valid_auto_compile_criteria({CACHE_ARGUMENT: probe}, generation_config))
+
+
+def compile_config_of(model: PreTrainedModel, compile_config: CompileConfig | None) -> CompileConfig:
+    """Return how ``generate`` compiles where it is given ``compile_config``."""
+    generator: Any = model
+    config: CompileConfig = compile_config or generator._default_compile_config()
+    return config
 
 
 def pad_compiled_steps() -> None:
@@ -57,7 +66,11 @@ def _get_compiled_call(self: PreTrainedModel, compile_config: Any) -> Callable[.
     compiled: Callable[..., Any] = _original[0](self, compile_config)
     call = current_call()
     cache = None if call is None else call.cache
-    return in_all_rows(compiled, cache) if isinstance(cache, PrefixStaticCache) else compiled
+    if call is None or not isinstance(cache, PrefixStaticCache):
+        return compiled
+    if not call.is_own_cache and compiled != self.__call__:  # some models are never compiled
+        call.steps = find_steps(self, size_of(cache), compile_config_of(self, compile_config))
+    return in_all_rows(reading_as_needed(compiled, self, call.steps, cache), cache)
 
 
 def in_all_rows(compiled: Callable[..., Any], cache: PrefixStaticCache) -> Callable[..., Any]:

@@ -60,8 +60,10 @@ def _generate(original: Callable[..., Any], self: PreTrainedModel, *args: Any, *
         finally:
             if isinstance(call.cache, PrefixDynamicCache):
                 call.cache.defer(False)
-            elif isinstance(call.cache, PrefixStaticCache) and not call.is_own_cache and not hasattr(result, "keys"):
-                give_back(self, call.cache)
+            elif isinstance(call.cache, PrefixStaticCache) and not call.is_own_cache:
+                call.cache.reach = None
+                if not hasattr(result, "keys"):
+                    give_back(self, call.cache)
     return result
 
 
@@ -239,6 +241,9 @@ def _prepare_inputs(
         call.feeds_drafts = False
         if call.cache.seq_length:
             kwargs["next_sequence_length"] = input_ids.shape[1] - call.cache.seq_length
+    if call is not None and call.steps is not None and isinstance(call.cache, PrefixStaticCache):
+        # Here, where the masks are made, which have to be as wide.
+        call.steps.choose(call.cache, added=kwargs.get("next_sequence_length") or input_ids.shape[1])
     return original(self, input_ids, *args, **kwargs)
 
 

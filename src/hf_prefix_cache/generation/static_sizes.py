@@ -10,11 +10,22 @@ from ..caches import PrefixStaticCache
 from ..compat import decoder_config
 from ..fingerprint import same_architecture
 from ..layers import PrefixRecurrentLayer
+from .steps import DecodeSteps
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import CompileConfig, PreTrainedConfig, PreTrainedModel
 
-__all__ = ["StaticSize", "choose_size", "give_back", "keep_buffers", "release_buffers", "take_buffers"]
+__all__ = [
+    "StaticSize",
+    "begin_steps",
+    "choose_size",
+    "find_steps",
+    "give_back",
+    "keep_buffers",
+    "release_buffers",
+    "size_of",
+    "take_buffers",
+]
 
 
 class StaticSize(NamedTuple):
@@ -31,6 +42,7 @@ class _Kept:
         self.sizes: set[StaticSize] = set()
         self.kept: set[StaticSize] = set()  # sizes of which the buffers stay
         self.free: dict[StaticSize, list[PrefixStaticCache]] = {}
+        self.steps: dict[StaticSize, DecodeSteps] = {}  # of sizes that were warmed up
 
 
 _lock = threading.Lock()
@@ -89,9 +101,14 @@ def take_buffers(model: PreTrainedModel, size: StaticSize) -> PrefixStaticCache:
     return PrefixStaticCache(config=config, max_cache_len=size.length, max_batch_size=size.rows)
 
 
+def size_of(cache: PrefixStaticCache) -> StaticSize:
+    """Return the size that ``cache`` was made for."""
+    return StaticSize(cache._options["max_batch_size"], cache._options["max_cache_len"])
+
+
 def give_back(model: PreTrainedModel, cache: PrefixStaticCache) -> None:
     """Keep the buffers of a call that has ended, where `keep_buffers` asked for it; nobody else may hold ``cache``."""
-    size = StaticSize(cache._options["max_batch_size"], cache._options["max_cache_len"])
+    size = size_of(cache)
     with _lock:
         kept = _models.get(model)
         is_wanted = kept is not None and size in kept.kept
@@ -118,6 +135,24 @@ def release_buffers(model: PreTrainedModel, size: StaticSize) -> None:
         if kept is not None:
             kept.kept.discard(size)
             kept.free.pop(size, None)
+
+
+def begin_steps(model: PreTrainedModel, size: StaticSize, config: CompileConfig) -> DecodeSteps:
+    """Return the decode steps of calls on buffers of ``size`` that compile by ``config``: none, to begin with."""
+    with _lock:
+        known = _models.setdefault(model, _Kept()).steps
+        if size not in known or known[size].config != config:
+            known[size] = DecodeSteps(config)
+        known[size].reaches = ()
+        return known[size]
+
+
+def find_steps(model: PreTrainedModel, size: StaticSize, config: CompileConfig) -> DecodeSteps | None:
+    """Return what `begin_steps` made, or None where nothing is compiled ahead by ``config`` for such buffers."""
+    with _lock:
+        kept = _models.get(model)
+        steps = None if kept is None else kept.steps.get(size)
+    return steps if steps is not None and steps.config == config else None
 
 
 def _doubled(model: PreTrainedModel, needed: int) -> int:

@@ -256,6 +256,7 @@ class PrefixStaticLayer(StaticRows):
 
     is_croppable = True
     reads_held = False  # hand out what is held only, for forwards that are not compiled
+    reach: int | None = None  # places that compiled steps hand out, from the first on; None for all of them
     apart: tuple[KeyValues, ...] = ()  # what the buffers begin with: handed to attention beside the rest of them
 
     def __init__(self, max_cache_len: int) -> None:
@@ -277,7 +278,8 @@ class PrefixStaticLayer(StaticRows):
         """Write tokens that fit; return what their queries may attend to, and the room behind it."""
         keys, values = super().write(key_states, value_states, *args, **kwargs)
         if not self.reads_held:
-            return keys, values
+            # Slices by a number that is fixed for each graph: views, whose addresses stay.
+            return (keys, values) if self.reach is None else (keys[:, :, : self.reach], values[:, :, : self.reach])
         if not self.apart or torch.is_grad_enabled():
             return keys[:, :, : self.seen()], values[:, :, : self.seen()]
         part = SharedPart(self.apart)
@@ -285,7 +287,20 @@ class PrefixStaticLayer(StaticRows):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that ``query_length`` further queries are handed, and the first one's position."""
-        return (self.seen() + query_length, 0) if self.reads_held else super().get_mask_sizes(query_length)
+        if self.reads_held:
+            return self.seen() + query_length, 0
+        return super().get_mask_sizes(query_length) if self.reach is None else (self.reach, 0)
+
+    def check_room(self, added: int) -> None:
+        """Raise `CacheCapacityError` unless ``added`` tokens fit behind those held, and attention reaches them."""
+        super().check_room(added)
+        if self.reach is None or self.reads_held or torch.compiler.is_compiling():
+            return
+        if self.seen() + added > self.reach:
+            raise CacheCapacityError(
+                f"attention reads the first {self.reach} places of the static cache but it holds {self.seen()} tokens "
+                f"and {added} come: set its reach to at least {self.seen() + added}, or to None to read all of them"
+            )
 
     def count(self, added: int) -> None:
         """Note that ``added`` tokens come."""

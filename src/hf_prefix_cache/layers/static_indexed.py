@@ -62,7 +62,9 @@ class PrefixStaticIndexedLayer(PrefixStaticLayer, StaticIndexedLayer):
             keys = super().update_indexer(indexer_key_states)
         finally:
             self.indexer_keys = whole
-        return keys[:, : self.indexed()] if self.reads_held else keys
+        if self.reads_held:
+            return keys[:, : self.indexed()]
+        return keys if self.reach is None else keys[:, : self.reach]
 
     def indexed(self) -> int:
         """Return the tokens in the index, as a plain int."""
