@@ -4,7 +4,8 @@ Contenders take turns step by step, so that whatever else the machine does hits 
 measurement is written to the results file as soon as it is made and not made again, so the script can be stopped and
 started. What needs more memory than --memory-limit is recorded as not run, with what it would have needed.
 
-parts: grid       rows on one prefix, against DynamicCache after batch_repeat_interleave: tokens/s and cache memory
+parts: grid       rows on one prefix, against DynamicCache after batch_repeat_interleave: tokens/s and cache memory;
+                  each point in a process of its own, as a user's first call is
        rounding   how far logits in a half-precision dtype are from float32's, with either cache
        crossover  from how many shared tokens on shared-prefix attention pays: what `attention/gate.py` is set from
        one_row    decoding of a single row, beside the time that reading its bytes takes at the measured bandwidth
@@ -19,11 +20,14 @@ usage: python benchmarks/generation.py [--parts grid one_row] [--dtype float32] 
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import platform
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -41,8 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = ("grid", "rounding", "crossover", "one_row", "first", "static", "kvboost", "kept")
 PREFIXES, ROWS = (512, 2048, 6000), (4, 16, 64)
 MAIN = 16, 2048  # measured over 64 new tokens; where a baseline's step takes seconds, over fewer
-STATIC_PREFIXES, STATIC_LENGTH, STATIC_QUESTIONS, STATIC_NEW = 20, 640, (1, 300), (8, 128)
-STATIC = ("static", "prefix-static")
+STATIC_PREFIXES, STATIC_LENGTHS, STATIC_QUESTIONS, STATIC_NEW = 20, (640, 2048), (1, 300), (8, 128)
 
 
 class Record:
@@ -214,23 +217,28 @@ def grid_steps(rows, length):
 
 
 def measure_grid(record, model, arguments):
+    if len(arguments.rows) * len(arguments.prefixes) > 1:
+        # A process of its own for each point: what the allocator keeps of earlier points changes how long copies take.
+        for rows, length in itertools.product(arguments.rows, arguments.prefixes):
+            point = ["--parts", "grid", "--rows", str(rows), "--prefixes", str(length)]
+            subprocess.run([sys.executable, *sys.argv, *point], check=True)
+        record.values = record.read()
+        return
+    (rows,), (length,) = arguments.rows, arguments.prefixes
     prefixes = Prefixes(model)
     token_bytes = held_bytes(prefixes[64]) / held_tokens(prefixes[64])
-    for length in arguments.prefixes:
-        for rows in arguments.rows:
-            needed = int(rows * length * token_bytes)
-            fits = needed <= arguments.memory_limit * 1e9
-            names = ("dynamic_cache", "shared") if fits else ("shared",)
-            steps = grid_steps(rows, length)
+    needed = int(rows * length * token_bytes)
+    fits = needed <= arguments.memory_limit * 1e9
 
-            def make(length=length, rows=rows, steps=steps, names=names, needed=needed, fits=fits):
-                point = compare(model, prefixes, length, rows, steps, names)
-                if not fits:
-                    limit = f"{arguments.memory_limit} GB"
-                    point["not_run"] = {"dynamic_cache": f"it takes {needed / 1e9:.1f} GB, the limit here is {limit}"}
-                return point
+    def make():
+        names = ("dynamic_cache", "shared") if fits else ("shared",)
+        point = compare(model, prefixes, length, rows, grid_steps(rows, length), names)
+        if not fits:
+            limit = f"{arguments.memory_limit} GB"
+            point["not_run"] = {"dynamic_cache": f"it takes {needed / 1e9:.1f} GB, the limit here is {limit}"}
+        return point
 
-            record.once("grid", f"{rows} rows on {length}", make)
+    record.once("grid", f"{rows} rows on {length}", make)
 
 
 def measure_kept(record, model, _):
@@ -356,7 +364,7 @@ def static_calls(model):
     for index in range(STATIC_PREFIXES):
         question = short + (long - short) * index // (STATIC_PREFIXES - 1)
         new = few + int((many - few) * (7 * index % STATIC_PREFIXES / (STATIC_PREFIXES - 1)) ** 2)
-        length = int(torch.randint(50, STATIC_LENGTH - question - new, (1,), generator=generator))
+        length = int(torch.randint(50, min(STATIC_LENGTHS) - question - new, (1,), generator=generator))
         yield random_tokens(model, 1, length), random_tokens(model, 1, question), new
 
 
@@ -378,50 +386,55 @@ class StepTimer:
 
 
 def measure_static(record, model, arguments):
-    def make(name):
-        config = compiling(arguments.backend)
-        options = {"max_cache_len": STATIC_LENGTH, "do_sample": False, "compile_config": config}
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        start = now()
-        if name == "prefix-static":
-            hpc.warmup(model, max_cache_len=STATIC_LENGTH, compile_config=config, progress=False)
-        else:
-            model.generate(random_tokens(model, 1, 20), max_new_tokens=4, cache_implementation=name, **options)
-        warm, compiled, steps = now() - start, graphs(), []
-        for prefix, question, new in list(static_calls(model))[: arguments.calls]:
-            if name == "prefix-static":
-                hpc.PrefixCachedModel(model, strategy="prefix-dynamic").prefill(prefix)
-            prompt, timer = torch.cat([prefix, question], dim=1), StepTimer()
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new,
-                eos_token_id=None,
-                pad_token_id=0,
-                cache_implementation=name,
-                streamer=timer,
-                **options,
-            )
-            steps += timer.steps()
-        return {
-            "max_cache_len": STATIC_LENGTH,
-            "prompt_lengths": STATIC_QUESTIONS,
-            "new_tokens": STATIC_NEW,
-            "warmup": {"seconds": warm, "graphs": compiled},
-            "graphs_after_warmup": graphs() - compiled,
-            "seconds_per_step": statistics.median(steps),
-        }
+    for length in STATIC_LENGTHS:
 
-    found = {
-        name: record.once("static", f"{name}, {arguments.backend}, {arguments.calls} prefixes", partial(make, name))
-        for name in arguments.contenders
-    }
-    if len(found) == 2:
-        print(
-            "prefix-static over static:",
-            found["static"]["seconds_per_step"] / found["prefix-static"]["seconds_per_step"],
-        )
+        def make(length=length):
+            config = compiling(arguments.backend)
+            options = {"max_cache_len": length, "do_sample": False, "compile_config": config}
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            warming = {
+                "prefix-static": lambda: hpc.warmup(
+                    model, max_cache_len=length, compile_config=config, progress=False
+                ),
+                "static": lambda: model.generate(
+                    random_tokens(model, 1, 20), max_new_tokens=4, cache_implementation="static", **options
+                ),
+            }
+            warm = {}
+            for name, call in warming.items():
+                before = graphs()
+                warm[name] = {"seconds": timed(model, call)[0], "graphs": graphs() - before}
+            steps, later = {name: [] for name in warming}, dict.fromkeys(warming, 0)
+            for index, (prefix, question, new) in enumerate(list(static_calls(model))[: arguments.calls]):
+                hpc.PrefixCachedModel(model, strategy="prefix-dynamic").prefill(prefix)
+                prompt = torch.cat([prefix, question], dim=1)
+                for name in list(warming) if index % 2 else list(warming)[::-1]:
+                    before, timer = graphs(), StepTimer()
+                    model.generate(
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        max_new_tokens=new,
+                        eos_token_id=None,
+                        pad_token_id=0,
+                        cache_implementation=name,
+                        streamer=timer,
+                        **options,
+                    )
+                    steps[name] += timer.steps()
+                    later[name] += graphs() - before
+            medians = {name: statistics.median(values) for name, values in steps.items()}
+            return {
+                "max_cache_len": length,
+                "prompt_lengths": STATIC_QUESTIONS,
+                "new_tokens": STATIC_NEW,
+                "warmup": warm,
+                "graphs_after_warmup": later,
+                "seconds_per_step": medians,
+                "speedup": medians["static"] / medians["prefix-static"],
+            }
+
+        record.once("static", f"{arguments.backend}, {arguments.calls} prefixes, {length} tokens pinned", make)
 
 
 # -- KVBoost ----------------------------------------------------------------------------------------------------------
@@ -568,7 +581,6 @@ def main():
     parser.add_argument("--memory-limit", type=float, default=8, help="gigabytes that a baseline's cache may take")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--calls", type=int, default=STATIC_PREFIXES, help="of the part static, each with a prefix")
-    parser.add_argument("--contenders", nargs="+", default=STATIC, choices=STATIC, help="of the part static")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: for one thread on a shared core")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
     arguments = parser.parse_args()
