@@ -1,4 +1,5 @@
 import gc
+import random
 import weakref
 
 import numpy as np
@@ -34,6 +35,26 @@ def test_a_tree_layer_keeps_the_chosen_path_only() -> None:
     layer.update(keys_of(7), keys_of(7))
     layer.advance(0, [])
     assert layer.get_seq_length() == 0
+
+
+def test_paths_that_grow_and_shrink_in_the_same_room_hold_what_lists_hold() -> None:
+    generator, layer, path, fed = random.Random(0), TreeLayer(is_sliding=False), [], 0
+    rooms = set()
+    for _ in range(200):
+        new = [float(fed + place) for place in range(generator.randint(1, 12))]
+        fed += len(new)
+        keys, values = layer.update(keys_of(*new), -keys_of(*new))
+        assert keys.flatten().tolist() == (-values).flatten().tolist() == path + new
+        rooms.add(keys.untyped_storage().data_ptr())
+        cuts = sorted(generator.choices(range(len(new) + 1), k=4))
+        added = [slice(*pair) for pair in (cuts[:2], cuts[2:]) if pair[0] < pair[1]]
+        kept = generator.randint(0, len(path))
+        layer.advance(kept, added)
+        path = path[:kept] + [value for stretch in added for value in new[stretch]]
+        assert layer.get_seq_length() == len(path)
+        if path:
+            assert layer.keys.flatten().tolist() == (-layer.values).flatten().tolist() == path
+    assert len(rooms) < 100
 
 
 def test_nothing_of_a_chunk_stays_alive_through_what_is_kept_of_it() -> None:

@@ -30,6 +30,7 @@ class TreeLayer(DynamicLayer):
         super().__init__()
         self.is_sliding = is_sliding
         self._fresh: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = None  # begins with the path
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -38,7 +39,12 @@ class TreeLayer(DynamicLayer):
         self._fresh = key_states, value_states
         if self.keys is None or self.values is None:
             return key_states, value_states
-        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+        held, total = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if self._room is None or self._room[0].shape[-2] < total:
+            self._room = _with_room(self.keys, total), _with_room(self.values, total)
+        for room, fresh in zip(self._room, self._fresh, strict=True):
+            room[..., held:total, :] = fresh
+        return self._room[0][..., :total, :], self._room[1][..., :total, :]
 
     def advance(self, kept: int, added: Sequence[slice]) -> None:
         """Make the path its first ``kept`` tokens and the ``added`` stretches of the tokens fed last."""
@@ -47,10 +53,19 @@ class TreeLayer(DynamicLayer):
             return
         if not added and not kept:
             self.reset()
+            self._room = None
             return
-        self.keys = _joined(self.keys, kept, fresh[0], added)
-        self.values = _joined(self.values, kept, fresh[1], added)
-        self.is_initialized = True
+        if self._room is None:
+            # Concatenation copies, so nothing of the chunk is kept alive by what remains of it.
+            keys, values = (torch.cat([part[..., stretch, :] for stretch in added], dim=-2) for part in fresh)
+            self.keys, self.values, self.is_initialized = keys, values, True
+            return
+        for room, part in zip(self._room, fresh, strict=True):
+            end = kept
+            for stretch in added:
+                begin, end = end, end + stretch.stop - stretch.start
+                room[..., begin:end, :] = part[..., stretch, :]
+        self.keys, self.values = self._room[0][..., :end, :], self._room[1][..., :end, :]
 
 
 class TreeCache(DynamicCache):
@@ -82,7 +97,8 @@ class TreeCache(DynamicCache):
                 layer.advance(kept, added)
 
 
-def _joined(path: torch.Tensor | None, kept: int, fresh: torch.Tensor, added: Sequence[slice]) -> torch.Tensor:
-    # Concatenation copies, so nothing of the longer path or of the chunk is kept alive by what remains of it.
-    pieces = [fresh[..., stretch, :] for stretch in added]
-    return torch.cat(pieces if path is None else [path[..., :kept, :], *pieces], dim=-2)
+def _with_room(path: torch.Tensor, total: int) -> torch.Tensor:
+    """Return a tensor that begins with ``path`` and has places for ``total`` tokens."""
+    room = path.new_empty(*path.shape[:-2], total, path.shape[-1])
+    room[..., : path.shape[-2], :] = path
+    return room
