@@ -37,3 +37,15 @@ def test_a_query_that_sees_the_prefix_alone_is_the_query_on_the_prefix_alone(hea
         scale=0.25,
     )
     torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_mask_that_comes_again_for_another_prefix_or_changed_in_place_is_looked_at_again():
+    mask = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    mask[..., 12] = False
+    assert interface._sees_all(mask, 10)
+    assert interface._sees_all(mask, 10)
+    assert not interface._sees_all(mask, 15)
+    assert interface._sees_all(mask, 10)
+    mask[..., 3] = False
+    assert not interface._sees_all(mask, 10)

@@ -19,6 +19,7 @@ from generation.oracles import (
     tokens,
 )
 from hf_prefix_cache.compat import CACHE_ARGUMENT, cache_argument
+from zoo.build import build_architecture
 
 everywhere = pytest.mark.parametrize(("name", "strategy"), COMBINATIONS)
 ROOM = 64
@@ -236,6 +237,22 @@ def test_drafts_behind_a_cache(strategy, tiny_model):
     with pytest.raises(hpc.UnsupportedModelError, match="new tokens alone were passed; pass complete prompts"):
         continued(model, other, cache, prompt_lookup_num_tokens=3)
     assert cache.seq_length == 20
+
+
+def test_drafts_are_refused_on_static_running_states_however_often_the_buffers_were_used():
+    model = build_architecture("lfm2")
+    prompt = tokens(1, 9).repeat(1, 3)
+    remedy = r"has running states, from which .*; use 'prefix-dynamic'"
+    for is_used in (False, True):  # from the first forward on, Transformers calls convolutions croppable
+        cache = filled(model, prompt[:, :20], "prefix-static") if is_used else new_cache(model, "prefix-static")
+        with pytest.raises(hpc.UnsupportedModelError, match=remedy):
+            continued(model, prompt, cache, prompt_lookup_num_tokens=3)
+        assert torch.equal(continued(model, prompt, cache)[0], uncached(model, prompt))
+    cache = filled(model, prompt[:, :20], "prefix-dynamic")
+    output, _ = continued(model, prompt, cache, prompt_lookup_num_tokens=3)
+    assert torch.equal(output, uncached(model, prompt))
+    following = torch.cat([prompt, output, tokens(1, 4, seed=5)], dim=1)
+    assert torch.equal(continued(model, following, cache)[0], uncached(model, following))
 
 
 def test_ids_that_are_neither_a_prompt_nor_plainly_new_are_refused(tiny_model):

@@ -11,6 +11,7 @@ from generation.compiling import STATIC, compare, everywhere
 from generation.oracles import generated, pad_left, tokens
 from hf_prefix_cache.compat import CACHE_ARGUMENT
 from hf_prefix_cache.generation import steps
+from hf_prefix_cache.generation.static_sizes import StaticSize, _models
 from zoo.build import build_architecture
 
 LENGTH = 64
@@ -211,6 +212,25 @@ def test_buffers_that_are_short_or_never_read_whole_have_no_parts(tiny_model, mo
     monkeypatch.undo()
     lengths = {length: steps.reaches_of(tiny_model("llama").config, length) for length in (512, 1024, 2048, 4096)}
     assert lengths == {512: (512,), 1024: (1024, 512), 2048: (2048, 1024, 256), 4096: (4096, 2048, 512)}
+
+
+def test_warming_up_that_fails_halfway_leaves_nothing_half_ready(tiny_model, graphs, taken):
+    model, config, compiled = tiny_model("llama"), everywhere(), []
+
+    def fails_second(graph, inputs):
+        compiled.append(graph)
+        if len(compiled) == 2:
+            raise KeyboardInterrupt
+        return graph.forward
+
+    config.backend = fails_second
+    with pytest.raises(KeyboardInterrupt):
+        warm(model, config=config)
+    size = StaticSize(1, LENGTH)
+    assert size not in _models[model].kept
+    assert size not in _models[model].free
+    compare(model, tokens(1, 5), max_new_tokens=20, max_cache_len=LENGTH, config=config)
+    assert not set(taken[1:])  # the one that failed was asked for by warming up itself
 
 
 @pytest.mark.slow

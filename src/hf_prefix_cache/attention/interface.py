@@ -78,12 +78,14 @@ def _sees_all(mask: torch.Tensor | None, tokens: int) -> bool:
     """Return whether every query sees the first ``tokens`` keys; asked once for a mask that all layers share."""
     if mask is None:
         return True
-    visible: bool | None = getattr(mask, _VISIBLE, None)
-    if visible is None:
+    # A caller's mask may come again, changed in place; inference tensors do not count their changes.
+    asked = tokens, None if mask.is_inference() else mask._version
+    known: tuple[object, bool] | None = getattr(mask, _VISIBLE, None)
+    if known is None or known[0] != asked:
         prefix = mask[..., :tokens]
-        visible = bool((prefix if prefix.dtype == torch.bool else prefix == 0).all())
-        setattr(mask, _VISIBLE, visible)
-    return visible
+        known = asked, bool((prefix if prefix.dtype == torch.bool else prefix == 0).all())
+        setattr(mask, _VISIBLE, known)
+    return known[1]
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -58,9 +58,12 @@ def check_model(model: PreTrainedModel, strategy: str) -> None:
 
 def check_assisted(model: PreTrainedModel, cache: PrefixCache) -> None:
     """Raise `UnsupportedModelError` where rejected drafts could not be taken back from ``cache``."""
+    if not isinstance(cache, PrefixStaticCache):
+        return
+    has_state = has_running_state(cache)
     takes_back = (layer.is_sliceable or (layer.is_croppable and layer.window is None) for layer in cache.layers)
-    if isinstance(cache, PrefixStaticCache) and not all(takes_back):
-        what = "running states" if has_running_state(cache) else "windows"
+    if has_state or not all(takes_back):
+        what = "running states" if has_state else "windows"
         raise UnsupportedModelError(
             f"{type(model).__name__} has {what}, from which a static cache cannot take rejected drafts back; use "
             "'prefix-dynamic' for assisted decoding and prompt lookup"

@@ -121,11 +121,16 @@ def warmup(
         for size in (StaticSize(rows, max_cache_len) for rows in sizes):
             keep_buffers(model, size)
             steps = begin_steps(model, size, config)
-            for reach in reaches:
-                if reach < max_cache_len:
-                    steps.add(reach)  # the shortest so far, so that it is what these few tokens go by
-                _decode(model, size, config)
-                bar.update()
+            try:
+                for reach in reaches:
+                    if reach < max_cache_len:
+                        steps.add(reach)  # the shortest so far, so that it is what these few tokens go by
+                    _decode(model, size, config)
+                    bar.update()
+            except BaseException:
+                steps.reaches = ()
+                release_buffers(model, size)
+                raise
     seconds = time.perf_counter() - start
     return Warmup(tuple(sizes), max_cache_len, reaches[::-1], _graphs() - before, seconds, weakref.ref(model))
 
