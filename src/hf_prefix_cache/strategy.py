@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,6 +17,7 @@ from .caches import PrefixQuantizedCache
 from .caches.base import attention_layers
 from .compat import decoder_config, layer_specs
 from .exceptions import CacheCapacityError, InputMismatchError
+from .key_value_sizes import key_value_widths
 from .layers import DYNAMIC_KINDS
 from .layers.quantized_kinds import QUANTIZED_KINDS
 from .weights import input_device
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StrategyChoice", "cache_bytes", "choose_strategy", "predicted_bytes"]
 
-_STATE_ONLY = ("conv", "linear_attention", "dummy")
 _ATTENTION_ONLY = ("full_attention", "sliding_attention", "chunked_attention", "dummy")
 
 
@@ -76,8 +76,8 @@ def cache_bytes(config: PreTrainedConfig, *, tokens: int, batch_size: int = 1, d
         >>> cache_bytes(config, tokens=10, dtype=torch.float32)
         7680
     """
-    held = [tokens if window is None else min(tokens, window) for window in _windows(config)]
-    return sum(held) * batch_size * _token_bytes(config, dtype)
+    held = (layer.held(tokens) * layer.token_bytes for layer in _layers(config, dtype))
+    return sum(held) * batch_size
 
 
 def predicted_bytes(
@@ -94,50 +94,49 @@ def predicted_bytes(
     What all rows share is stored once, but for static buffers. Quantized is what they share, or every token where
     they share nothing.
     """
-    windows, token = _windows(config), _token_bytes(config, dtype)
-    held = [tokens if window is None else min(tokens, window) for window in windows]
-    own, shared = _own_and_shared(windows, tokens, shared_tokens)
-    growing = token * (sum(shared) + batch_size * sum(own))
+    layers = _layers(config, dtype)
+    growing = 0
+    for layer in layers:
+        own, shared = layer.own_and_shared(tokens, shared_tokens)
+        growing += (shared + batch_size * own) * layer.token_bytes
     # Of layers in host memory two are on the device at a time: one that computes, and the next on its way.
-    apart = sum(count for count, window in zip(held, windows, strict=True) if window is not None)
-    apart += 2 * tokens * (None in windows)
+    apart = sum(layer.held(tokens) * layer.token_bytes for layer in layers if layer.window is not None)
+    apart += 2 * tokens * max((layer.token_bytes for layer in layers if layer.window is None), default=0)
     return {
         "prefix-dynamic": growing,
-        "prefix-static": token * batch_size * sum(held),
-        "prefix-offloaded": growing if device.type == "cpu" else min(growing, apart * batch_size * token),
+        "prefix-static": cache_bytes(config, tokens=tokens, batch_size=batch_size, dtype=dtype),
+        "prefix-offloaded": growing if device.type == "cpu" else min(growing, apart * batch_size),
         "prefix-quantized": _quantized_bytes(
             config, 4, tokens=tokens, batch_size=batch_size, dtype=dtype, shared_tokens=shared_tokens
         ),
     }
 
 
-def _own_and_shared(windows: list[int | None], tokens: int, shared_tokens: int) -> tuple[list[int], list[int]]:
-    """Return the tokens of each layer that each row stores for itself, and those that all rows store once.
+class _Layer(NamedTuple):
+    """What a layer that attends keeps: the last ``window`` tokens, or all, each in ``token_bytes``."""
 
-    What rows share of a window is stored until the last of it has left.
-    """
-    widths = [tokens if window is None else window for window in windows]
-    own = [min(width, tokens - shared_tokens) for width in widths]
-    return own, [min(width, shared_tokens) if mine < width else 0 for width, mine in zip(widths, own, strict=True)]
+    window: int | None
+    token_bytes: int
+
+    def held(self, tokens: int) -> int:
+        """Return how many of ``tokens`` tokens it keeps."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+    def own_and_shared(self, tokens: int, shared_tokens: int) -> tuple[int, int]:
+        """Return the tokens that each row stores for itself, and those that all rows store once.
+
+        What rows share of a window is stored until the last of it has left.
+        """
+        width = tokens if self.window is None else self.window
+        own = min(width, tokens - shared_tokens)
+        return own, min(width, shared_tokens) if own < width else 0
 
 
-def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the window of each layer that attends, None where it has none."""
+def _layers(config: PreTrainedConfig, dtype: torch.dtype) -> list[_Layer]:
+    """Return the layers that keep keys and values."""
     specs = attention_layers(config, "a prefix cache", DYNAMIC_KINDS)
-    return [spec.window for spec in specs if spec.kind not in _STATE_ONLY]
-
-
-def _token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the key and the value of one token in one layer."""
-    decoder = decoder_config(config)
-    if not _windows(config):
-        return 0
-    latent = getattr(decoder, "kv_lora_rank", None)
-    if latent:  # latent attention holds what keys and values are made of, and rotary keys for all heads
-        return (int(latent) + int(decoder.qk_rope_head_dim)) * dtype.itemsize
-    heads = getattr(decoder, "num_key_value_heads", None) or decoder.num_attention_heads
-    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
-    return 2 * int(heads) * int(head_dim) * dtype.itemsize
+    widths = key_value_widths(config)
+    return [_Layer(spec.window, width * dtype.itemsize) for spec, width in zip(specs, widths, strict=True) if width]
 
 
 def _quantized_bytes(
@@ -149,13 +148,15 @@ def _quantized_bytes(
     """
     options = inspect.signature(PrefixQuantizedCache).parameters
     first, residual = (options[name].default for name in ("exact_first", "residual_length"))
-    windows, rows = _windows(config), 1 if shared_tokens else batch_size
-    own, due = _own_and_shared(windows, tokens, shared_tokens)
-    if not shared_tokens:
-        own, due = [0] * len(own), own
-    few = sum(min(-(-max(0, count - first - residual) // _GROUP), max(0, count - first) // _GROUP) for count in due)
-    exact = sum(due) - few * _GROUP + few * _GROUP * _BITS[nbits] / (8 * dtype.itemsize)
-    return math.ceil((exact * rows + sum(own) * batch_size) * _token_bytes(config, dtype))
+    rows, total = 1 if shared_tokens else batch_size, 0.0
+    for layer in _layers(config, dtype):
+        own, due = layer.own_and_shared(tokens, shared_tokens)
+        if not shared_tokens:
+            own, due = 0, own
+        few = min(-(-max(0, due - first - residual) // _GROUP), max(0, due - first) // _GROUP)
+        exact = due - few * _GROUP + few * _GROUP * _BITS[nbits] / (8 * dtype.itemsize)
+        total += (exact * rows + own * batch_size) * layer.token_bytes
+    return math.ceil(total)
 
 
 def choose_strategy(

@@ -41,9 +41,12 @@ def _batch_tokens(model: Any) -> int:
     device = input_device(model)
     decoder = decoder_config(model.config)
     itemsize = innermost_model(model).dtype.itemsize
-    widest = max(getattr(decoder, "intermediate_size", None) or 0, 4 * decoder.hidden_size)
+    # Models of several transformers name no size (BLT), others one for each layer (Gemma 3n).
+    hidden = getattr(decoder, "hidden_size", None) or max(weight.shape[-1] for weight in model.parameters())
+    inner = getattr(decoder, "intermediate_size", None) or 0
+    widest = max(4 * hidden, *(inner if isinstance(inner, list | tuple) else (inner,)))
     # Hidden states, projections and the widest layer's activations, with a margin; freed layer by layer.
-    per_token = 8 * itemsize * (widest + 4 * decoder.hidden_size)
+    per_token = 8 * itemsize * (widest + 4 * hidden)
     most = _ACCELERATOR_TOKENS
     if device.type == "cpu":
         most = _CPU_HALF_TOKENS if itemsize < 4 else _CPU_TOKENS

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..compat import decoder_config, layer_specs
-from .tree_cache import PATH_LAYERS
+from ..compat import decoder_config
 
 __all__ = [
     "evaluation_mode",
@@ -19,7 +18,6 @@ __all__ = [
     "free_bytes",
     "innermost_model",
     "input_device",
-    "key_value_width",
     "length_limit",
     "prefix_token",
     "uncompiled_model",
@@ -66,26 +64,6 @@ def length_limit(config: PreTrainedConfig) -> int | None:
     decoder = decoder_config(config)
     limits = (getattr(decoder, name, None) for name in _LIMITS)
     return next((int(limit) for limit in limits if limit and limit > 0), None)  # XLNet says -1
-
-
-def key_value_width(config: PreTrainedConfig) -> int:
-    """Return how many numbers a cache keeps for each token, in all layers that attend."""
-    width = 0
-    specs = layer_specs(config)
-    # Layers of one model may differ in their heads; releases that do not know such models have no list of them.
-    layers = getattr(decoder_config(config), "per_layer_config", None) or [decoder_config(config)] * len(specs)
-    for spec, layer in zip(specs, layers, strict=False):
-        if spec.kind not in PATH_LAYERS - {"dummy"}:
-            continue
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        keys = values = head_dim
-        if getattr(layer, "qk_nope_head_dim", None):
-            # Latent attention caches keys and values as its heads see them, which differ in width.
-            heads, keys = layer.num_attention_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim
-            values = layer.v_head_dim
-        width += heads * (keys + values)
-    return width
 
 
 def prefix_token(config: PreTrainedConfig) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..compat import decoder_config
-from .model_access import key_value_width
+from ..key_value_sizes import key_value_widths
 from .requests import TokenRequests, pack_requests
 from .tree import SortedRows, sort_rows
 
@@ -124,7 +124,7 @@ class SharingPlan:
         config = model if isinstance(model, PreTrainedConfig) else model.config
         dtype = dtype or getattr(model, "dtype", None) or getattr(decoder_config(config), "dtype", None)
         tokens = self.longest_row + min(chunk_tokens, self.unique_tokens)
-        return key_value_width(config) * (dtype or torch.float32).itemsize * tokens
+        return sum(key_value_widths(config)) * (dtype or torch.float32).itemsize * tokens
 
     def draw(self, *, max_nodes: int = 24, width: int = 100) -> str:
         """Return a drawing of the prefix tree for the terminal, with the heaviest stretches in it."""
