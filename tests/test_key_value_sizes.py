@@ -43,3 +43,10 @@ def test_models_whose_sizes_differ_by_layer_or_have_no_name_are_scored_and_chose
             hpc.choose_strategy(model, tokens=64)
     else:
         assert hpc.choose_strategy(model, tokens=64).strategy == "prefix-dynamic"
+
+
+@pytest.mark.parametrize("name", ["blt", "rwkv", "xlstm"])
+def test_models_without_a_cache_keep_no_keys(name):
+    model = build_architecture(name)
+    assert not any(key_value_widths(model.config))
+    assert hpc.plan([([5, 6, 7], [8])]).kv_bytes(model) == 0

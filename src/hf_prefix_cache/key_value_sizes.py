@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .architectures import why_no_cache
 from .compat import LayerSpec, decoder_config, layer_specs
 
 __all__ = ["key_value_widths"]
@@ -16,7 +17,8 @@ _HOLD_NONE = ("conv", "linear_attention", "dummy")
 def key_value_widths(config: PreTrainedConfig) -> list[int]:
     """Return how many numbers each layer caches for a token, key and value together.
 
-    It is 0 for layers that keep a running state alone, or read what another layer holds.
+    It is 0 for layers that keep a running state alone, or read what another layer holds, and for models that keep
+    nothing in a `Cache` of Transformers.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -25,6 +27,8 @@ def key_value_widths(config: PreTrainedConfig) -> list[int]:
         [64, 64, 64]
     """
     specs, decoder = layer_specs(config), decoder_config(config)
+    if why_no_cache(config):
+        return [0] * len(specs)
     # Layers of one model may differ in their heads (Gemma 4).
     layers = getattr(decoder, "per_layer_config", None)
     if layers is None or len(layers) != len(specs):

@@ -21,6 +21,7 @@ import hf_prefix_cache as hpc
 from hf_prefix_cache.compat import cache_argument
 from hf_prefix_cache.exceptions import InputMismatchError, UnsupportedModelError
 from tiny_models import TINY_MODELS
+from zoo.build import build_architecture
 
 PAD = 0
 SIDES = ("left", "right")
@@ -186,12 +187,31 @@ def test_padded_rows_on_windows_are_refused_and_even_rows_are_served(strategy, n
     assert_exact(logits, model(input_ids=whole).logits[:, 11:])
 
 
-@pytest.mark.parametrize("config", [MptConfig(n_layers=1), RobertaConfig(num_hidden_layers=1)], ids=["mpt", "roberta"])
-def test_padded_rows_are_refused_where_positions_cannot_skip_padding(config):
+@pytest.mark.parametrize(
+    ("config", "first"), [(MptConfig(n_layers=1), 0), (RobertaConfig(num_hidden_layers=1), 2)], ids=["mpt", "roberta"]
+)
+def test_padded_rows_are_refused_where_positions_cannot_skip_padding(config, first):
     cache = hpc.PrefixDynamicCache(config=config)
     with pytest.raises(UnsupportedModelError, match=config.model_type):
-        cache.prepare_inputs(*padded([[1, 2], [3]], "left"))
-    assert cache.prepare_inputs([[1, 2], [3, 4]]).position_ids.tolist() == [[0, 1], [0, 1]]
+        cache.prepare_inputs(*padded([[5, 6], [7]], "left"))
+    assert cache.prepare_inputs([[5, 6], [7, 8]]).position_ids.tolist() == [[first, first + 1]] * 2
+
+
+@pytest.mark.parametrize("name", ["roberta", "xmod"])
+def test_positions_begin_behind_the_padding_id_where_the_model_counts_from_there(name):
+    model = build_architecture(name)
+    prefix, suffixes = random_ids(1, 7).clamp(min=5), random_ids(2, 3).clamp(min=5)
+    whole = model(torch.cat([prefix.expand(2, -1), suffixes], dim=1)).logits
+    cache = hpc.PrefixDynamicCache(config=model.config)
+    logits = model(**cache.prepare_inputs(prefix)._asdict(), **cache_argument(cache)).logits
+    assert_exact(logits, whole[:1, :7])
+    batch = cache.fork(batch_size=2)
+    assert_exact(model(**batch.prepare_inputs(suffixes)._asdict(), **cache_argument(batch)).logits, whole[:, 7:])
+    wrapper = hpc.PrefixCachedModel(model, strategy="prefix-dynamic")
+    assert_exact(wrapper.forward(suffixes, prefix=wrapper.prefill(prefix)).logits, whole[:, 7:])
+    suffixes[1, 1] = model.config.pad_token_id
+    with pytest.raises(UnsupportedModelError, match=f"contain the padding id {model.config.pad_token_id}"):
+        cache.fork(batch_size=2).prepare_inputs(suffixes)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

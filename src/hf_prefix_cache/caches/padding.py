@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..architectures import positions_follow_mask
+from ..architectures import positions_follow_mask, positions_from_padding_id
 from ..exceptions import InputMismatchError, UnsupportedModelError
 from ..layers import PrefixRecurrentLayer
 from ..validation import check_mask, check_token_ids
@@ -19,7 +19,8 @@ class PreparedInputs(NamedTuple):
 
     Attributes:
         input_ids: The new tokens, int64 ``[rows, new]``.
-        position_ids: Their positions, counted over tokens and not over padding, int64 ``[rows, new]``.
+        position_ids: Their positions, counted over tokens and not over padding, int64 ``[rows, new]``, from where the
+            model begins.
         attention_mask: 1 for tokens and 0 for padding, int64 ``[rows, cached + new]``; on static caches without
             running states 0 up to their last place, ``[rows, max_cache_len]``.
 
@@ -83,7 +84,8 @@ class PaddingAwareCache(Cache):
             BatchSizeError: Other rows than the cache holds.
             CacheCapacityError: A static cache has no room for them.
             UnsupportedModelError: Padded rows on a model with windows, where padding between prefix and suffix is
-                wrong by nature, or on one whose positions cannot be set.
+                wrong by nature, or on one whose positions cannot be set; the padding id among the tokens of a model
+                that counts positions from behind it (RoBERTa and its like).
 
         Example:
             >>> import torch, hf_prefix_cache as hpc
@@ -114,7 +116,7 @@ class PaddingAwareCache(Cache):
         if is_padded:
             self._check_padding(mask)
         self._padding = mask if is_padded else None
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0) + self._first_position(ids)
         return PreparedInputs(ids, positions[:, cached:], self._full_mask(mask.long()))
 
     def _cached_mask(self, claimed: torch.Tensor) -> torch.Tensor:
@@ -129,6 +131,18 @@ class PaddingAwareCache(Cache):
                 "a token and not as padding; pass the mask when the padded tokens are fed, through prepare_inputs"
             )
         return held
+
+    def _first_position(self, ids: torch.Tensor) -> int:
+        """Return the position of a row's first token: not 0 where models count from behind their padding id."""
+        if not positions_from_padding_id(self._config):
+            return 0
+        padding_id = int(self._config.pad_token_id)
+        if bool((ids == padding_id).any()):
+            raise UnsupportedModelError(
+                f"input_ids contain the padding id {padding_id}, which models of the type {self._config.model_type!r} "
+                "do not count as a token; leave it out"
+            )
+        return padding_id + 1
 
     def _check_padding(self, mask: torch.Tensor) -> None:
         empty = (~mask.any(dim=1)).nonzero()
