@@ -327,12 +327,15 @@ def measure_first_token(record, model, arguments):
     names = {"uncached": {}, "prefix-dynamic": {"cache_implementation": "prefix-dynamic"}}
     names["prefix-static"] = {"cache_implementation": "prefix-static", "max_cache_len": 2304}
     names["static"] = {"cache_implementation": "static", "max_cache_len": 2304}
+    names["question_alone"] = {}  # nothing before it: as fast as it could be if the prefix cost nothing
 
     def make():
         seconds = {name: [] for name in names}
         for repeat in range(arguments.repeats + 1):
             for name, options in names.items():
-                prompt = torch.cat([prefix, random_tokens(model, 1, 32)], dim=1)  # a new question every time
+                prompt = random_tokens(model, 1, 32)  # a new question every time
+                if name != "question_alone":
+                    prompt = torch.cat([prefix, prompt], dim=1)
                 call = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(prompt), **options}
                 taken, _ = timed(model, lambda prompt=prompt, call=call: model.generate(prompt, **call))
                 if repeat or name in ("uncached", "static"):
