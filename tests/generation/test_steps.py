@@ -92,9 +92,9 @@ def test_windows_running_states_and_indexes_beside_full_attention_compile_nothin
 
 
 @pytest.mark.slow
-def test_more_graphs_than_the_compiler_allows_for_one_function_are_all_compiled(tiny_model, graphs, monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_more_graphs_than_the_compiler_allows_for_one_function_are_all_compiled(tiny_model, graphs):
     model, sizes = tiny_model("llama"), (1, 2, 3, 4)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     ready = warm(model, *sizes)
     assert ready.graphs == len(sizes) * len(REACHES)
     for rows in sizes:
