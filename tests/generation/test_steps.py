@@ -92,6 +92,16 @@ def test_windows_running_states_and_indexes_beside_full_attention_compile_nothin
 
 
 @pytest.mark.slow
+def test_a_smaller_batch_is_served_where_the_compiler_leaves_cache_updates_to_eager_code(graphs):
+    model = build_architecture("llama4_text")
+    warm(model, 2)
+    compiled = graphs()
+    for length in (5, 28):
+        compare(model, tokens(1, length, seed=length), max_new_tokens=9, max_cache_len=LENGTH)
+    assert graphs() == compiled
+
+
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_more_graphs_than_the_compiler_allows_for_one_function_are_all_compiled(tiny_model, graphs):
     model, sizes = tiny_model("llama"), (1, 2, 3, 4)

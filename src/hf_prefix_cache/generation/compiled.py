@@ -92,9 +92,13 @@ def in_all_rows(compiled: Callable[..., Any], cache: PrefixStaticCache) -> Calla
         capacity = int(layers[0].batch_size) if layers[0].is_initialized else rows
         if rows is None or capacity is None or rows == capacity:
             return compiled(*args, **inputs)
-        outputs = compiled(**{name: _repeat_first(value, rows, capacity) for name, value in inputs.items()})
-        for layer in layers:
-            layer.active_rows = rows
+        try:
+            for layer in layers:  # for what the compiler leaves to eager code
+                layer.active_rows = capacity
+            outputs = compiled(**{name: _repeat_first(value, rows, capacity) for name, value in inputs.items()})
+        finally:
+            for layer in layers:
+                layer.active_rows = rows
         for name, value in outputs.items():
             outputs[name] = _first_rows(value, rows, capacity)
         return outputs
