@@ -5,6 +5,8 @@ import torch
 
 import hf_prefix_cache as hpc
 from generation.oracles import STRATEGIES, counted
+from hf_prefix_cache.packaged_model import load_model
+from hf_prefix_cache.sharing import hands_keys_over
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +77,13 @@ def test_a_left_padded_batch_of_all_questions(packaged_model, conversations):
         output = model.generate(**batch, max_new_tokens=24, do_sample=False, cache_implementation=strategy)
         assert torch.equal(output, expected)
         assert hpc.last_report(model).reused_tokens > 4 * 80
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_and_prompts_attend_apart_in_every_dtype(dtype):
+    model, tokenizer = load_model(None, dtype=dtype)
+    assert hands_keys_over(model)
+    ids = tokenizer(INSTRUCTION * 8, return_tensors="pt").input_ids.repeat(8, 1)
+    model.generate(ids, cache_implementation="prefix-dynamic", max_new_tokens=3, do_sample=False)
+    assert "8 rows attend to" in hpc.last_report(model).notes[0]
+    assert "once" in hpc.last_report(model).notes[0]
