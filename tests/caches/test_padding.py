@@ -209,9 +209,13 @@ def test_positions_begin_behind_the_padding_id_where_the_model_counts_from_there
     assert_exact(model(**batch.prepare_inputs(suffixes)._asdict(), **cache_argument(batch)).logits, whole[:, 7:])
     wrapper = hpc.PrefixCachedModel(model, strategy="prefix-dynamic")
     assert_exact(wrapper.forward(suffixes, prefix=wrapper.prefill(prefix)).logits, whole[:, 7:])
-    suffixes[1, 1] = model.config.pad_token_id
-    with pytest.raises(UnsupportedModelError, match=f"contain the padding id {model.config.pad_token_id}"):
+    padding_id = model.config.pad_token_id
+    suffixes[1, 1] = padding_id
+    with pytest.raises(UnsupportedModelError, match=f"contain the padding id {padding_id}"):
         cache.fork(batch_size=2).prepare_inputs(suffixes)
+    prefix[0, 3] = padding_id
+    with pytest.raises(UnsupportedModelError, match=f"contain the padding id {padding_id}"):
+        wrapper.forward(suffixes[:1], prefix=wrapper.prefill(prefix))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,6 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_prefix_cache as hpc
 from generation.oracles import STRATEGIES, Checker, counted, generated, pad_left, tokens
 from tiny_models import DECODER, build
+from zoo.build import build_architecture
 
 MODELS = ("llama", "mistral")
 
@@ -244,3 +245,14 @@ def test_models_of_other_positions_share_prefixes_in_padded_batches():
     ids, mask = pad_left(torch.cat([prefix, tokens(3, seed=1)]), torch.cat([prefix, tokens(6, seed=2)]))
     check(ids, attention_mask=mask)
     check(ids, attention_mask=mask, reused=24)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "inkling_text", "moshi"])
+def test_prefix_auto_serves_models_that_have_no_static_buffers(name):
+    model, prompt = build_architecture(name), tokens(1, 9)
+    for _ in range(2):
+        output = generated(model, prompt, cache_implementation="prefix-auto")
+        assert torch.equal(output, generated(model, prompt, use_cache=False))
+    assert hpc.last_report(model).strategy == "prefix-dynamic"
+    with pytest.raises(hpc.UnsupportedModelError, match="use prefix-dynamic"):
+        generated(model, prompt, cache_implementation="prefix-static")

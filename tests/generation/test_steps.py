@@ -252,3 +252,8 @@ def test_a_model_that_was_warmed_up_can_be_dropped(tiny_model, graphs):
     torch._dynamo.reset()
     gc.collect()
     assert held() is None
+
+
+def test_a_model_without_static_buffers_is_not_warmed_up_and_says_why():
+    with pytest.raises(hpc.UnsupportedModelError, match="does not serve models of the type 'gpt_neo'"):
+        warm(build_architecture("gpt_neo"))

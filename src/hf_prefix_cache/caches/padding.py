@@ -42,6 +42,7 @@ class PaddingAwareCache(Cache):
     """A cache that remembers padding: models count positions from its length alone, which is wrong for padded rows."""
 
     layers: list[Any]  # of this package: see hf_prefix_cache.layers
+    known_ids: torch.Tensor | None
     _config: PreTrainedConfig
     _padding: torch.Tensor | None = None  # bool [rows, n], False at padding; what is beyond n are tokens
 
@@ -137,10 +138,11 @@ class PaddingAwareCache(Cache):
         if not positions_from_padding_id(self._config):
             return 0
         padding_id = int(self._config.pad_token_id)
-        if bool((ids == padding_id).any()):
+        known = [ids] if self.known_ids is None else [ids, self.known_ids]
+        if any(bool((part == padding_id).any()) for part in known):
             raise UnsupportedModelError(
-                f"input_ids contain the padding id {padding_id}, which models of the type {self._config.model_type!r} "
-                "do not count as a token; leave it out"
+                f"input_ids or the cached tokens contain the padding id {padding_id}, which models of the type "
+                f"{self._config.model_type!r} do not count as a token; leave it out"
             )
         return padding_id + 1
 

@@ -11,7 +11,7 @@ from transformers import CompileConfig, GenerationConfig
 
 from ..caches import PrefixStaticCache
 from ..compat import CACHE_ARGUMENT
-from ..exceptions import UnsupportedLayerError
+from ..exceptions import UnsupportedLayerError, UnsupportedModelError
 from ..layers import PrefixRecurrentLayer
 from .call import current_call
 from .static_sizes import find_steps, size_of
@@ -31,7 +31,7 @@ def will_compile(model: PreTrainedModel, generation_config: GenerationConfig) ->
     generator: Any = model
     try:
         probe = PrefixStaticCache(config=model.config, max_cache_len=1)
-    except UnsupportedLayerError:  # of a kind that only grows
+    except (UnsupportedLayerError, UnsupportedModelError):  # what has no buffers has no steps to compile
         return False
     return bool(generator._valid_auto_compile_criteria({CACHE_ARGUMENT: probe}, generation_config))
 

@@ -107,6 +107,7 @@ def warmup(
         )
     if not batch_sizes or min(batch_sizes) < 1:
         raise BatchSizeError(f"batch_sizes is {tuple(batch_sizes)}; name at least one, each 1 or more")
+    reaches = reaches_of(model.config, max_cache_len)  # or why the model has no static buffers
     config = compile_config_of(model, compile_config or getattr(model.generation_config, "compile_config", None))
     if not will_compile(model, GenerationConfig(compile_config=config)):
         raise UnsupportedModelError(
@@ -116,7 +117,7 @@ def warmup(
     from tqdm.auto import tqdm
 
     before, start = _graphs(), time.perf_counter()
-    sizes, reaches = sorted(set(batch_sizes)), reaches_of(model.config, max_cache_len)
+    sizes = sorted(set(batch_sizes))
     with tqdm(total=len(sizes) * len(reaches), desc="compiling", unit="step", disable=not progress) as bar:
         for size in (StaticSize(rows, max_cache_len) for rows in sizes):
             keep_buffers(model, size)
