@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from store_prefixes import make_snapshot
@@ -13,6 +14,8 @@ from writers import PROMPTS, write_and_read, write_for_ever
 
 import hf_prefix_cache as hpc
 from hf_prefix_cache.store import PrefixStore
+from hf_prefix_cache.store.directory import SnapshotDirectory
+from hf_prefix_cache.store.entry import Key
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -80,3 +83,22 @@ def test_three_processes_share_a_directory(processes, tmp_path):
     store = PrefixStore(max_bytes=10**6, directory=tmp_path, max_directory_bytes=100_000)
     store.sanity_check()
     assert 0 < store.stats().tiers[1].bytes <= 100_000
+
+
+def test_a_check_is_not_confused_by_what_others_write_meanwhile(tmp_path, monkeypatch):
+    store, other = (SnapshotDirectory(tmp_path, max_bytes=100_000) for _ in range(2))
+    key, read, writers = Key("model", "", None), SnapshotDirectory._read, []
+    store.save(key, make_snapshot(PROMPTS[0]))
+
+    def read_and_let_another_write(directory):
+        read(directory)
+        if not writers:
+            writers.append(Thread(target=other.save, args=(key, make_snapshot(PROMPTS[1]))))
+            writers[0].start()
+            writers[0].join(0.5)
+
+    monkeypatch.setattr(SnapshotDirectory, "_read", read_and_let_another_write)
+    store.check()
+    writers[0].join()
+    store.check()
+    assert len(list(store._names())) == 2

@@ -144,18 +144,22 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
         """Add the inputs ``[rows, channels, tokens]`` of a convolution and return them behind those held."""
         self.check_rows(conv_states.shape[0])
         self._leave_inference_mode()
-        self._drop_other_rows(self.conv_states, self.is_conv_states_initialized, state_idx, conv_states)
+        rows = conv_states.shape[0]
+        self._drop_other_rows(self.conv_states, self.is_conv_states_initialized, state_idx, rows)
+        # Both at once: from Transformers 5.25 on, models read the recurrent state after the convolution's update.
+        self._drop_other_rows(self.recurrent_states, self.is_recurrent_states_initialized, state_idx, rows)
         result: torch.Tensor = LinearAttentionLayer.update_conv_state(self, conv_states, state_idx, **kwargs)
         if state_idx == 0:
             self._tokens, self._step_begun = self._tokens + conv_states.shape[-1], False
         return result
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor | list[torch.Tensor], state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Replace the recurrent state ``[rows, ...]``."""
+        """Replace the recurrent state ``[rows, ...]`` by the one passed, or by the last of several."""
         self._leave_inference_mode()
-        self._drop_other_rows(self.recurrent_states, self.is_recurrent_states_initialized, state_idx, recurrent_states)
+        last = recurrent_states if isinstance(recurrent_states, torch.Tensor) else recurrent_states[-1]
+        self._drop_other_rows(self.recurrent_states, self.is_recurrent_states_initialized, state_idx, last.shape[0])
         result: torch.Tensor = LinearAttentionLayer.update_recurrent_state(self, recurrent_states, state_idx, **kwargs)
         return result
 
@@ -298,10 +302,10 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
         """Do nothing: a running state is never shared."""
 
     @staticmethod
-    def _drop_other_rows(held: dict[int, Any], flags: dict[int, bool], state_idx: int, new: torch.Tensor) -> None:
+    def _drop_other_rows(held: dict[int, Any], flags: dict[int, bool], state_idx: int, rows: int) -> None:
         """Give up a tensor that a reset left behind, where the next batch has other rows: it cannot be written to."""
         tensor = held[state_idx]
-        if tensor is not None and tensor.shape[0] != new.shape[0]:
+        if tensor is not None and tensor.shape[0] != rows:
             held[state_idx], flags[state_idx] = None, False
 
     def _counted(self) -> int:

@@ -171,15 +171,18 @@ class SnapshotDirectory:
             return [*sorted(before - set(self._names())), *(f"{_ASIDE}/{path.name}" for path in bad)]
 
     def check(self) -> None:
-        """Check that what is known of the files is what is there.
+        """Check that what is there is known, and indexed once. Nobody writes meanwhile, but others may remove files.
 
         Raises:
+            filelock.Timeout: Other writers hold the directory.
             StoreIntegrityError: It is not.
         """
-        self._seen = None
-        self._read()
+        with self._lock.acquire(timeout=_PATIENCE):
+            self._seen = None
+            self._read()
+            unknown = set(self._names()) - self._files.keys()
         indexed = sorted(entry.name for index in self._by_key.values() for entry in index)
-        if indexed != sorted(self._files) or indexed != sorted(self._names()):
+        if indexed != sorted(self._files) or unknown:
             raise StoreIntegrityError(
                 f"the files in {self.path} differ from those indexed; this is a defect of hf-prefix-cache: report it"
             )
@@ -198,6 +201,7 @@ class SnapshotDirectory:
             changed = 0
         if changed == self._seen:
             return
+        self._seen = changed if time.time_ns() - changed > _TICK else None
         there = set(self._names())
         for name in self._files.keys() - there:
             self._forget(name)
@@ -214,8 +218,6 @@ class SnapshotDirectory:
                 continue
             self._files[name] = _File(key, nbytes, header.device)
             self._by_key.setdefault(key, TokenIndex()).add(Indexed(tokens, name, header.floor))
-        changed = os.stat(self.path).st_mtime_ns
-        self._seen = changed if time.time_ns() - changed > _TICK else None
 
     def _prune(self, max_bytes: int) -> None:
         """Remove what was used least recently until the files take at most ``max_bytes``."""
