@@ -118,7 +118,7 @@ class HybridLayer(PrefixRecurrentLayer):
         self._attention.unshare()
 
 
-class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):  # type: ignore[misc, override]
+class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):  # type: ignore[misc]
     """A running state beside full attention that grows."""
 
     is_compileable = False
@@ -128,7 +128,7 @@ class PrefixHybridLayer(HybridLayer, PrefixDynamicLayer):  # type: ignore[misc, 
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixHybridSlidingWindowLayer(HybridLayer, PrefixDynamicSlidingWindowLayer):  # type: ignore[misc, override]
+class PrefixHybridSlidingWindowLayer(HybridLayer, PrefixDynamicSlidingWindowLayer):  # type: ignore[misc]
     """A running state beside attention with a sliding window."""
 
     is_compileable = False

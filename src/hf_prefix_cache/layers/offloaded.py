@@ -213,7 +213,7 @@ class PrefixOffloadedLayer(PrefixDynamicLayer):
         return own >= max(_FEWEST, length // _SHARE)
 
 
-class PrefixOffloadedHybridLayer(HybridLayer, PrefixOffloadedLayer):  # type: ignore[misc, override]
+class PrefixOffloadedHybridLayer(HybridLayer, PrefixOffloadedLayer):  # type: ignore[misc]
     """A running state, which stays on the device, beside full attention that is offloaded."""
 
     is_compileable = False

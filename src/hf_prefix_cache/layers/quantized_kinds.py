@@ -16,7 +16,7 @@ from .tiers import Tier
 __all__ = ["QUANTIZED_KINDS", "QuantizedParts"]
 
 
-class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):  # type: ignore[misc, override]
+class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):  # type: ignore[misc]
     """A running state, which stays exact and on the device, beside full attention that is quantized."""
 
     is_compileable = False
@@ -26,7 +26,7 @@ class PrefixQuantizedHybridLayer(HybridLayer, PrefixQuantizedLayer):  # type: ig
         PrefixRecurrentLayer.__init__(self, number_of_states)
 
 
-class PrefixQuantizedHybridSlidingWindowLayer(  # type: ignore[misc, override]
+class PrefixQuantizedHybridSlidingWindowLayer(  # type: ignore[misc]
     HybridLayer, PrefixQuantizedSlidingWindowLayer
 ):
     """A running state, which stays exact, beside attention with a window that is quantized."""

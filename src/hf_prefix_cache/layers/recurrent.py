@@ -153,8 +153,10 @@ class PrefixRecurrentLayer(LinearAttentionLayer):
             self._tokens, self._step_begun = self._tokens + conv_states.shape[-1], False
         return result
 
-    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Replace the recurrent state by the tensor ``[rows, ...]`` passed, or by the last of a list of them."""
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor | list[torch.Tensor], state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Replace the recurrent state ``[rows, ...]`` by the one passed, or by the last of several."""
         self._leave_inference_mode()
         last = recurrent_states if isinstance(recurrent_states, torch.Tensor) else recurrent_states[-1]
         self._drop_other_rows(self.recurrent_states, self.is_recurrent_states_initialized, state_idx, last.shape[0])
