@@ -251,6 +251,44 @@ def test_unsharing_lets_a_restored_cache_grow_in_place_and_leaves_the_snapshot(p
     assert not {tensor.data_ptr() for tensor in cache.tensors} & {tensor.data_ptr() for tensor in prefix.tensors}
 
 
+def test_unsharing_copies_with_the_next_tokens_and_only_once(prefix):
+    cache = prefix.fork(batch_size=2)
+    cache.unshare()
+    assert cache.nbytes == prefix.nbytes
+    feed(cache, 3, rows=2)
+    address, held = cache.tensors[0].data_ptr(), 2 * (prefix.seq_length + 3) * TOKEN_BYTES
+    assert held <= cache.nbytes <= 1.06 * held  # with room for what comes
+    feed(cache, 5, rows=2)
+    assert cache.tensors[0].data_ptr() == address
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("change", ["snapshot", "crop", "select", "repeat"])
+def test_what_happens_between_unsharing_and_the_next_tokens_counts(architecture, change):
+    model = TINY_MODELS[architecture]()
+    prompt, own = random_ids(1, 12), random_ids(2, 4)
+    cache = filled("prefix-dynamic", model, prompt).fork(batch_size=2)
+    cached(model, own, cache)
+    cache.unshare()
+    rows = torch.cat([prompt.expand(2, -1), own], dim=1)
+    if change == "snapshot":
+        other = cache.snapshot().to_cache(batch_size=2)
+        cached(model, random_ids(2, 5), other)
+    elif change == "crop":
+        cache.crop_to(15)
+        rows = rows[:, :15]
+    elif change == "select":
+        cache.batch_select_indices(torch.tensor([1]))
+        rows = rows[1:]
+    else:
+        cache.batch_repeat_interleave(2)
+        rows = rows.repeat_interleave(2, dim=0)
+    for tokens in (3, 1, 40):
+        end = random_ids(len(rows), tokens)
+        rows = torch.cat([rows, end], dim=1)
+        assert_exact(cached(model, end, cache), uncached(model, rows)[:, -tokens:])
+
+
 def test_plain_caches_of_transformers_repeat_what_a_fork_shares(prefix):
     plain = DynamicCache(config=CONFIG)
     feed(plain, 800)

@@ -28,6 +28,7 @@ class PrefixDynamicLayer(DynamicLayer):
         self._own: GrowingKeyValues | None = None
         self._rows: int | None = None  # rows of the batch; None while nothing is held
         self._length = 0
+        self._unshares = False  # the next tokens make what is shared own
         self.defers = False  # hand shared tokens to attention beside own ones, ungathered
         self.deferred: SharedPart | None = None
         self._empty: torch.Tensor | None = None
@@ -68,7 +69,7 @@ class PrefixDynamicLayer(DynamicLayer):
             BatchSizeError: The rows differ from those held.
         """
         own = self._own
-        if own is None or not own.continues(key_states, value_states):
+        if own is None or self._unshares or not own.continues(key_states, value_states):
             self._check_continued_by(key_states, value_states)
             own = self._append(key_states, value_states)
         else:
@@ -133,6 +134,7 @@ class PrefixDynamicLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         self._shared, self._own, self._rows, self._length = (), None, None, 0
+        self._unshares = False
         self._empty = None
         self.is_initialized = False
 
@@ -168,6 +170,7 @@ class PrefixDynamicLayer(DynamicLayer):
                 if self._own is not None:
                     self._own.freeze()
                 self._shared, self._own = self.attention_state().segments, None
+                self._unshares = False
         else:
             self._shared = tuple(segment.select(beam_idx) for segment in self._shared)
             self._own = None if self._own is None else self._own.select(beam_idx)
@@ -213,17 +216,24 @@ class PrefixDynamicLayer(DynamicLayer):
         self._shared, self._length, self._rows = state.segments, state.length, rows
 
     def unshare(self) -> None:
-        """Make what is shared own, copied with the next token at the latest: decoding then grows in place."""
-        if self._shared:
-            self._own = GrowingKeyValues(*self._gather())
-            self._shared = ()
+        """Make what is shared own, copied once, with the next tokens: decoding then grows in place."""
+        self._unshares = bool(self._shared)
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> GrowingKeyValues:
+        if self._unshares:
+            if self._shared:  # a window's long prefill has forgotten it
+                self._own = self._copied(key_states.shape[-2])
+            self._shared, self._unshares = (), False
         if self._own is None:
             self._own = GrowingKeyValues(key_states[..., :0, :], value_states[..., :0, :])
         self._own.append(key_states, value_states)
         self._rows = key_states.shape[0]
         return self._own
+
+    def _copied(self, added: int) -> GrowingKeyValues:
+        if torch.is_grad_enabled():
+            return GrowingKeyValues(*self._gather())
+        return GrowingKeyValues.copied(self.attention_state().segments, self._rows or 1, added)
 
     def _gather(self, tokens: int | None = None) -> KeyValues:
         """Return the last ``tokens`` retained tokens (all by default) of every row as one pair of tensors."""

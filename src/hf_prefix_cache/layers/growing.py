@@ -1,5 +1,8 @@
 """Keys and values that grow in place, with spare room, without touching what snapshots and forks still see."""
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 
 from .state import KeyValues
@@ -27,6 +30,21 @@ class GrowingKeyValues:
         self._keys, self._values = keys, values
         self._start, self._stop = 0, keys.shape[-2]
         self._frozen = self._stop  # somebody else may see the tokens before this index
+
+    @classmethod
+    def copied(cls, segments: Sequence[KeyValues], rows: int, added: int) -> "GrowingKeyValues":
+        """Return a new object with copies of ``segments`` for ``rows`` rows, and room for ``added`` further tokens."""
+        tokens = sum(segment.tokens for segment in segments)
+        buffers = []
+        for parts in zip(*segments, strict=True):
+            _, heads, _, size = parts[0].shape
+            dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+            buffer = parts[0].new_empty(rows, heads, _with_room(tokens + added, added), size, dtype=dtype)
+            torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-2, out=buffer[..., :tokens, :])
+            buffers.append(buffer)
+        result = cls(*buffers)
+        result._stop, result._frozen = tokens, 0
+        return result
 
     @property
     def tokens(self) -> int:
@@ -93,8 +111,7 @@ class GrowingKeyValues:
 
     def _move(self, added: int) -> None:
         held = self.view()
-        tokens = self.tokens + added
-        capacity = tokens + max(tokens // _SPARE, min(tokens // 8, _SPARE_STEPS) if added == 1 else 0)
+        capacity = _with_room(self.tokens + added, added)
         buffers = []
         for tensor in held:
             buffer = self._allocate(tensor, (*tensor.shape[:2], capacity, tensor.shape[-1]))
@@ -111,6 +128,11 @@ class GrowingKeyValues:
         self._keys, self._values = keys, values
         self._start, self._stop = 0, keys.shape[-2]
         self._frozen = self._stop
+
+
+def _with_room(tokens: int, added: int) -> int:
+    """Return how many tokens a buffer for ``tokens`` tokens, the last ``added`` of them new, should hold."""
+    return tokens + max(tokens // _SPARE, min(tokens // 8, _SPARE_STEPS) if added == 1 else 0)
 
 
 def _but_tokens(tensor: torch.Tensor) -> tuple[int, int, int]:
