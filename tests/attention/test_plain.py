@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_prefix_cache.attention import plain, reference_attention, shared, shared_prefix_attention
-from hf_prefix_cache.attention.kernels import attend, merge, merge_last
+from hf_prefix_cache.attention.kernels import attend, merge
 from hf_prefix_cache.attention.plain import attend_plainly
 from hf_prefix_cache.layers import KeyValues
 
@@ -89,13 +89,23 @@ def test_a_query_that_sees_nothing_has_a_finite_output_and_counts_for_nothing(ke
     if hidden != LOWEST:
         assert (output[1, :, 5] == 0).all()
     other = kernel(query, *_inputs(tokens=9, dims=(16, 16))[1:], None, 0.4)
-    for merged in (merge(part, other)[0], merge(other, part)[0], merge_last(part, other), merge_last(other, part)):
+    for parts in ((part, other), (other, part), (part, other, part), (part, part, other)):
+        merged = merge(parts)
         assert torch.equal(merged[1, :, 5], other[0][1, :, 5])
         assert merged.isfinite().all()
-    for merged_sum in (merge(part, other)[1], merge(other, part)[1]):
-        assert torch.equal(merged_sum[1, :, 5], other[1][1, :, 5])
-    both = merge(part, part)
-    assert both[0].isfinite().all()
+    for parts in ((part, part), (part, part, part)):
+        assert merge(parts).isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_parts_are_attention_over_all_keys(parts, dtype):
+    query, keys, values = (tensor.to(dtype) for tensor in _inputs(dims=(16, 16), tokens=37))
+    expected = attend_plainly(query.double(), keys.double(), values.double(), None, 0.4)[0]
+    pieces = zip(keys.tensor_split(parts, dim=2), values.tensor_split(parts, dim=2), strict=True)
+    merged = merge([attend(query, *piece, None, 0.4) for piece in pieces])
+    assert merged.dtype == dtype
+    torch.testing.assert_close(merged.double(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", [attend_plainly, attend], ids=["plain", "cpu"])

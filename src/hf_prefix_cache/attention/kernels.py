@@ -1,11 +1,13 @@
 """Attention that also returns the log-sum-exp of its scores, so that parts of it can be merged."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .kernels_cuda import attend_fused
 from .plain import attend_plainly
 
-__all__ = ["attend", "merge", "merge_last"]
+__all__ = ["attend", "merge"]
 
 
 def attend(
@@ -46,19 +48,20 @@ def attend(
     return attend_plainly(query, keys, values, mask, scale)
 
 
-def merge(
-    first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over two disjoint sets of keys into attention over both.
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Merge attention over disjoint sets of keys into attention over all of them.
 
     Each part is an output ``[..., value_dim]`` and its log-sum-exp ``[...]``. The method is that of Hydragen
-    (Juravsky et al., 2024) and of FlashInfer's cascade attention.
+    (Juravsky et al., 2024) and of FlashInfer's cascade attention. More parts than two are added up in float32.
     """
-    return merge_last(first, second), torch.logaddexp(first[1], second[1])
-
-
-def merge_last(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the output alone of what `merge` merges, where nothing is merged with it any more."""
-    (left, left_sum), (right, right_sum) = first, second
-    weight = torch.sigmoid(right_sum - left_sum)[..., None].to(left.dtype)
-    return torch.lerp(left, right, weight)
+    (first, first_sum), *others = parts
+    if not others:
+        return first
+    if len(others) == 1:
+        ((second, second_sum),) = others
+        return torch.lerp(first, second, torch.sigmoid(second_sum - first_sum)[..., None].to(first.dtype))
+    weights = torch.stack([log_sum for _, log_sum in parts]).softmax(0)[..., None].unbind(0)
+    merged = first * weights[0]
+    for (output, _), weight in zip(others, weights[1:], strict=True):
+        merged = merged.addcmul_(output, weight)
+    return merged.to(first.dtype)

@@ -3,7 +3,7 @@
 import torch
 
 from ..layers.state import KeyValues
-from .kernels import attend, merge, merge_last
+from .kernels import attend, merge
 
 __all__ = ["reference_attention", "shared_prefix_attention"]
 
@@ -46,11 +46,7 @@ def shared_prefix_attention(
         output, log_sum = attend(folded, segment.keys, segment.values, None, scale)
         output = output.reshape(key_heads, rows, group * queries, -1).transpose(0, 1)
         parts.append((output, log_sum.reshape(key_heads, rows, group * queries).transpose(0, 1)))
-    first, *middle, last = parts if len(parts) > 1 else (parts[0], None)
-    for part in middle:
-        first = merge(first, part)
-    merged = first[0] if last is None else merge_last(first, last)
-    return merged.reshape(rows, heads, queries, -1)
+    return merge(parts).reshape(rows, heads, queries, -1)
 
 
 def reference_attention(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..attention.kernels import attend as attend_with_sum
-from ..attention.kernels import merge_last
+from ..attention.kernels import merge
 from .tree import TokenTree
 
 __all__ = [
@@ -150,7 +150,7 @@ def _attend_to_group(
             output, log_sum = attend_with_sum(folded, own_keys, own_values, mask, scale)
             own = output.reshape(1, heads, -1, value.shape[3]), log_sum.reshape(1, heads, -1)
             above = [part[:, :, block.start - first : block.stop - first] for part in shared]
-            piece = merge_last(own, (above[0], above[1]))
+            piece = merge((own, (above[0], above[1])))
         pieces.append(piece)
     return pieces
 
