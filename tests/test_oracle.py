@@ -1,5 +1,7 @@
 """What counts as rounding: what plain Transformers makes of the same row, in whichever way it is run."""
 
+from functools import wraps
+
 import pytest
 import torch
 
@@ -16,24 +18,25 @@ WAYS = {
 
 
 class Noisy:
-    """A model whose logits are off by ``noise`` in the calls that ``where`` picks."""
+    """A model whose logits are off by ``noise`` in the calls that each ``where`` picks."""
 
-    def __init__(self, model, where, noise):
-        self.model, self.where, self.noise = model, where, noise
+    def __init__(self, model, *noises):
+        self.model, self.noises = model, noises
 
     def __call__(self, input_ids, **options):
         output = self.model(input_ids=input_ids, **options)
-        if self.where(input_ids):
-            output.logits = output.logits + self.noise
+        for where, noise in self.noises:
+            if where(input_ids):
+                output.logits = output.logits + noise
         return output
 
     def __getattr__(self, name):
         return getattr(self.model, name)
 
 
-def judged(where, noise):
+def judged(*noises):
     """Return the deviation and the tolerance of logits that are off by 3e-4."""
-    oracle = Oracle(Noisy(llama(), where, noise))
+    oracle = Oracle(Noisy(llama(), *noises))
     with torch.no_grad():
         right = oracle.after(PREFIX, SUFFIX)
         return oracle.judge(right + 3e-4, right, PREFIX, SUFFIX)
@@ -41,17 +44,40 @@ def judged(where, noise):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rounding_of_plain_transformers_counts_in_whichever_way_it_is_run(way):
-    deviation, tolerance = judged(WAYS[way], 2e-4)
+    deviation, tolerance = judged((WAYS[way], 2e-4))
     assert deviation == pytest.approx(3e-4, rel=0.05)
     assert tolerance == pytest.approx(4e-4, rel=0.05)
 
 
 def test_without_such_rounding_the_usual_tolerance_holds():
-    deviation, tolerance = judged(lambda ids: False, 0.0)
+    deviation, tolerance = judged()
     assert deviation > tolerance == 1e-4
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_too_large_for_rounding_does_not_widen_the_tolerance(way):
-    deviation, tolerance = judged(WAYS[way], 0.05)
+    deviation, tolerance = judged((WAYS[way], 0.05))
     assert deviation > tolerance == 1e-4
+
+
+def test_a_way_that_is_wrong_does_not_hide_the_rounding_of_another():
+    _, tolerance = judged((WAYS["one token a call"], 0.05), (WAYS["all tokens of the suffix at once"], 2e-4))
+    assert tolerance == pytest.approx(4e-4, rel=0.05)
+
+
+def test_logits_of_the_prefix_are_not_computed():
+    model = llama()
+    forward, kept = model.forward, []
+
+    @wraps(forward)
+    def spy(*args, **options):
+        output = forward(*args, **options)
+        kept.append(output.logits.shape[1])
+        return output
+
+    model.forward = spy
+    oracle = Oracle(model)
+    with torch.no_grad():
+        right = oracle.after(PREFIX, SUFFIX)
+        oracle.judge(right + 3e-4, right, PREFIX, SUFFIX)
+    assert max(kept) == len(SUFFIX)

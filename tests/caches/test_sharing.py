@@ -262,6 +262,19 @@ def test_unsharing_copies_with_the_next_tokens_and_only_once(prefix):
     assert cache.tensors[0].data_ptr() == address
 
 
+def test_what_was_attended_to_apart_is_let_go_once_it_is_unshared():
+    model = TINY_MODELS["llama"]()
+    cache = filled("prefix-dynamic", model, random_ids(1, 12))
+    cache = cache.fork(batch_size=2)
+    with cache.attend_shared():
+        cached(model, random_ids(2, 3), cache)
+    shared = [weakref.ref(tensor) for layer in cache.layers for tensor in layer.tensors()[:2]]
+    cache.unshare()
+    with without_collector():
+        cached(model, random_ids(2, 1), cache)
+        assert not [reference for reference in shared if reference() is not None]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 @pytest.mark.parametrize("change", ["snapshot", "crop", "select", "repeat"])
 def test_what_happens_between_unsharing_and_the_next_tokens_counts(architecture, change):

@@ -52,7 +52,8 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Merge attention over disjoint sets of keys into attention over all of them.
 
     Each part is an output ``[..., value_dim]`` and its log-sum-exp ``[...]``. The method is that of Hydragen
-    (Juravsky et al., 2024) and of FlashInfer's cascade attention. More parts than two are added up in float32.
+    (Juravsky et al., 2024) and of FlashInfer's cascade attention. More parts than two are added up in the dtype of
+    the log-sum-exps.
     """
     (first, first_sum), *others = parts
     if not others:

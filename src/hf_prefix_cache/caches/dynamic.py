@@ -90,7 +90,7 @@ class PrefixDynamicCache(PrefixCache, DynamicCache):
             install()
         for layer in self.layers:
             if layer.is_sliceable:
-                layer.defers = wanted
+                layer.defers, layer.deferred = wanted, None
         self._deferred = None
 
     def _check_taken(self) -> None:

@@ -134,7 +134,7 @@ class PrefixDynamicLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         self._shared, self._own, self._rows, self._length = (), None, None, 0
-        self._unshares = False
+        self._unshares, self.deferred = False, None
         self._empty = None
         self.is_initialized = False
 

@@ -40,7 +40,10 @@ class GrowingKeyValues:
             _, heads, _, size = parts[0].shape
             dtype = reduce(torch.promote_types, (part.dtype for part in parts))
             buffer = parts[0].new_empty(rows, heads, _with_room(tokens + added, added), size, dtype=dtype)
-            torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-2, out=buffer[..., :tokens, :])
+            start = 0
+            for part in parts:
+                buffer.narrow(-2, start, part.shape[-2]).copy_(part)
+                start += part.shape[-2]
             buffers.append(buffer)
         result = cls(*buffers)
         result._stop, result._frozen = tokens, 0

@@ -114,7 +114,7 @@ class HybridLayer(PrefixRecurrentLayer):
         self._attention.reorder_cache(beam_idx)
 
     def unshare(self) -> None:
-        """Copy what the attention shares into own storage."""
+        """Copy what the attention shares into own storage, with the next tokens."""
         self._attention.unshare()
 
 
